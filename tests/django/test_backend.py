@@ -140,6 +140,51 @@ def test_a_project_migrates_tests_and_branches(project: Path) -> None:
         assert sorted(info.name for info in store.databases()) == ["shop", "what_if"]
 
 
+INHERITING = """
+from django.test import TestCase
+from shop.models import Item
+
+class Parent(TestCase):
+    @classmethod
+    def setUpTestData(cls):
+        Item.objects.create(name=cls.__name__, price=1)
+    def test_its_data_is_that_of_its_class(self):
+        self.assertEqual([item.name for item in Item.objects.all()], [type(self).__name__])
+
+class Child(Parent):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+"""
+FAILING = f"""
+from django.test import TransactionTestCase
+from shop.models import Item
+
+class {"A" * 200}(TransactionTestCase):
+    def test_its_name_is_too_long_for_a_database(self):
+        pass
+
+class Later(TransactionTestCase):
+    def test_the_migrated_database_is_still_there(self):
+        self.assertEqual(Item.objects.count(), 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_class_whose_parent_has_tests_too_is_set_up_as_itself(project: Path) -> None:
+    """Hazard: a parent that was wrapped by the runner set itself up in place of its subclass, which then had the wrong data."""
+    (project / "shop" / "tests.py").write_text(INHERITING)
+    assert "Ran 2 tests" in manage(project, "test")
+
+
+@pytest.mark.slow
+def test_a_class_that_cannot_be_forked_leaves_the_database_to_the_others(project: Path) -> None:
+    """Hazard: the cleanup after a fork that failed dropped the migrated database, so every later class failed."""
+    (project / "shop" / "tests.py").write_text(FAILING)
+    with pytest.raises(AssertionError, match=r"(?s)Ran 1 test.*FAILED \(errors=1\)"):
+        manage(project, "test")
+
+
 # ── Django's own tests ────────────────────────────────────────────────────────────────────────────────────────────────
 SOURCES = "QUIRE_DJANGO_SOURCES"
 """Environment variable: a directory with Django's sources, which contain its tests. Without it they are downloaded."""
