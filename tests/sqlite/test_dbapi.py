@@ -222,6 +222,15 @@ def test_a_row_that_cannot_be_converted_ends_its_statement(
     assert count(connect()) == 6
 
 
+def test_empty_values_are_not_converted() -> None:
+    """Hazard: a row with an empty text in a column of dates could not be fetched; in sqlite3 its value is None."""
+    for module in (sqlite3, dbapi):
+        connection = module.connect(":memory:", detect_types=module.PARSE_COLNAMES)
+        query = """select '' as "a [date]", x'' as "b [date]", null as "c [date]", '2026-01-31' as "d [date]" """
+        assert connection.execute(query).fetchall() == [(None, None, None, dt.date(2026, 1, 31))]
+        connection.close()
+
+
 def test_indented_statements_are_examined_in_linear_time(wrapped: dbapi.Connection) -> None:
     """Hazard: the search for the name of a pragma took time exponential in the blanks before a statement: seconds for a
     statement with an indentation of 24, years for 60."""
