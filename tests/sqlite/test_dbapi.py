@@ -222,6 +222,23 @@ def test_a_row_that_cannot_be_converted_ends_its_statement(
     assert count(connect()) == 6
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("in_transaction", [True, False])
+def test_a_result_without_rows_has_the_columns_of_the_newest_schema(
+    wrapped: dbapi.Connection, connect: Connect, is_own: bool, in_transaction: bool
+) -> None:
+    """Hazard: the description of a result without rows was the one of the statement's first run."""
+    query = "select * from t where id < 0"
+    assert [column[0] for column in wrapped.execute(query).description] == ["id", "b"]
+    if in_transaction and is_own:
+        wrapped.execute("begin")
+    changing = wrapped if is_own else connect()
+    changing.execute("alter table t add column c")
+    if in_transaction and not is_own:
+        wrapped.execute("begin")
+    assert [column[0] for column in wrapped.execute(query).description] == ["id", "b", "c"]
+
+
 def test_empty_values_are_not_converted() -> None:
     """Hazard: a row with an empty text in a column of dates could not be fetched; in sqlite3 its value is None."""
     for module in (sqlite3, dbapi):

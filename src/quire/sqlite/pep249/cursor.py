@@ -21,6 +21,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 import apsw
+from apsw.ext import query_info
 
 from quire.core.errors import QuireError
 from quire.sqlite.pep249.adapters import Converter, adapt_all, as_bindings, convert, converter_of, overrides
@@ -48,8 +49,8 @@ _UNTYPED = (None,) * 6
 
 @dataclass(slots=True)
 class Known:
-    """Properties of a statement that a connection caches by its text. Columns are checked again when there is a row and the
-    schema may have changed: inside a transaction no other connection can change it."""
+    """Properties of a statement that a connection caches by its text. Columns are checked again when the schema may have
+    changed: inside a transaction no other connection can change it."""
 
     sql: str
     """The statement alone, without the comments after it."""
@@ -58,6 +59,8 @@ class Known:
     description: Any = None
     schema_number: int = -1
     """The connection's `_schema_number` when the columns were last checked."""
+    empty_version: tuple[int, int] = (-1, -1)
+    """That number, and SQLite's number of the version, when they were last checked after a result without rows."""
 
 
 class _Idle:
@@ -133,10 +136,11 @@ class Cursor:
                 self._ahead = next(cursor, None)
                 if self._ahead is None:
                     self._end()
+                    if driver.local is not None:
+                        self._describe_empty(driver.local, known)
                 elif known.schema_number != connection._schema_number or driver.get_autocommit():
                     known.schema_number = connection._schema_number
-                    if cursor.get_description() != known.columns:
-                        self._describe_anew(cursor, known)
+                    self._describe_anew(cursor.get_description(), known)
                 if connection._detect_types:
                     self._find_converters(known.columns)
             else:
@@ -245,10 +249,18 @@ class Cursor:
         connection._remember(sql, known)
         return known
 
-    def _describe_anew(self, cursor: DriverCursor, known: Known) -> None:
-        """Update the description: the schema has changed since the last time."""
-        known.columns = _named_as_sqlite_does(Prepared(known.sql, True, cursor.get_description()))
-        known.description = self.description = self._described(known.columns)
+    def _describe_anew(self, columns: Columns, known: Known) -> None:
+        """Update the description if the schema has changed since the last time."""
+        if columns != known.columns:
+            known.columns = _named_as_sqlite_does(Prepared(known.sql, True, columns))
+            known.description = self.description = self._described(known.columns)
+
+    def _describe_empty(self, local: apsw.Connection, known: Known) -> None:
+        """Do the same after a statement that has ended: its columns are gone, so it is prepared again, after a change."""
+        version = self.connection._schema_number, local.data_version()
+        if version != known.empty_version:
+            known.empty_version = version
+            self._describe_anew(query_info(local, known.sql).description, known)
 
     def _described(self, columns: Columns) -> Description | None:
         cut = self.connection._detect_types & PARSE_COLNAMES
