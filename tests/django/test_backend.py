@@ -128,6 +128,35 @@ def test_a_project_uses_a_store_that_another_process_serves(project: Path) -> No
         assert "items: 1" in manage(project, "shell", "-c", COUNT)
 
 
+FAIL_ONCE = """
+from django.db import DatabaseError, close_old_connections, connection
+from quire.durable.failpoints import armed
+from shop.models import Item
+connection.settings_dict["CONN_MAX_AGE"] = None
+for name, action in (("tea", "off"), ("milk", "raise:EIO"), ("coffee", "off")):
+    try:
+        with armed("pages.segment.frames", action):
+            Item.objects.create(name=name, price=4)
+    except DatabaseError:
+        print("failed:", name)
+    before = connection.connection
+    close_old_connections()
+    print(name, "kept:", connection.connection is before)
+"""
+
+
+@pytest.mark.slow
+def test_a_persistent_connection_is_replaced_after_a_failed_sync(project: Path) -> None:
+    """Hazard: with `CONN_MAX_AGE` every request failed after a failed sync, until the process ended."""
+    output = manage(project, "shell", "-c", FAIL_ONCE)
+    assert [line for line in output.splitlines() if line.startswith("failed:") or " kept: " in line] == [
+        "tea kept: True",
+        "failed: milk",
+        "milk kept: False",
+        "coffee kept: True",
+    ]
+
+
 @pytest.mark.slow
 def test_a_project_migrates_tests_and_branches(project: Path) -> None:
     manage(project, "shell", "-c", CREATE)
