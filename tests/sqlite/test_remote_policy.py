@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ from quire.core.clock import SystemClock
 from quire.sqlite import remote_policy
 from quire.sqlite.remote_policy import RemoteLimits, RemotePolicy, limit_heap, remote_runner, restrict
 from quire.sqlite.served import ServedConnection
-from quire.sqlite.statements import ROW_BYTES_MAX, StatementRunner
+from quire.sqlite.statements import ROW_BYTES_MAX, SqlValue, StatementRunner
 from quire.store.store import Store
 
 Connection = apsw.Connection
@@ -349,6 +350,20 @@ def test_values_and_statements_and_patterns_are_bounded(store: Store, stock: Con
             with pytest.raises(error):
                 rows(connection, sql)
             rows(stock, sql)
+
+
+def test_many_named_parameters_take_linear_time() -> None:
+    """Hazard: the text was searched once per parameter, and all parameters once per value: a statement of 16 MiB could keep a
+    thread of the server busy for hours, without a deadline."""
+    runner = StatementRunner(apsw.Connection(":memory:"))
+    count = 12_000
+    sql = f"select /* {'.' * 300_000} */ 1 in ({', '.join(f'${number}' for number in range(count))})"
+    description = runner.describe(sql)
+    started = time.process_time()
+    assert runner.parameter_names(description) == [f"${number}" for number in range(count)]
+    values: dict[str, SqlValue] = {f"{'$' * (number % 2)}{number}": number for number in range(count)}
+    assert runner.bindings(sql, [], values) == list(range(count))
+    assert time.process_time() - started < 2
 
 
 @pytest.fixture
