@@ -214,6 +214,18 @@ def test_a_class_that_cannot_be_forked_leaves_the_database_to_the_others(project
         manage(project, "test")
 
 
+@pytest.mark.slow
+def test_a_branch_begins_at_the_version_that_the_project_uses(project: Path) -> None:
+    """Hazard: a project whose NAME selects a version got a branch of the newest one."""
+    with quire.open(project / "store") as store:
+        store.snapshot("shop", "monday")
+    manage(project, "shell", "-c", CREATE)
+    (project / "settings.py").write_text(SETTINGS.replace("store/shop", "quire:///store/shop?at=monday"))
+    manage(project, "quire_branch", "what_if")
+    (project / "settings.py").write_text(SETTINGS.replace("store/shop", "store/what_if"))
+    assert "items: 0" in manage(project, "shell", "-c", COUNT)
+
+
 # ── Django's own tests ────────────────────────────────────────────────────────────────────────────────────────────────
 SOURCES = "QUIRE_DJANGO_SOURCES"
 """Environment variable: a directory with Django's sources, which contain its tests. Without it they are downloaded."""
