@@ -128,6 +128,35 @@ def test_a_project_uses_a_store_that_another_process_serves(project: Path) -> No
         assert "items: 1" in manage(project, "shell", "-c", COUNT)
 
 
+FAIL_ONCE = """
+from django.db import DatabaseError, close_old_connections, connection
+from quire.durable.failpoints import armed
+from shop.models import Item
+connection.settings_dict["CONN_MAX_AGE"] = None
+for name, action in (("tea", "off"), ("milk", "raise:EIO"), ("coffee", "off")):
+    try:
+        with armed("pages.segment.frames", action):
+            Item.objects.create(name=name, price=4)
+    except DatabaseError:
+        print("failed:", name)
+    before = connection.connection
+    close_old_connections()
+    print(name, "kept:", connection.connection is before)
+"""
+
+
+@pytest.mark.slow
+def test_a_persistent_connection_is_replaced_after_a_failed_sync(project: Path) -> None:
+    """Hazard: with `CONN_MAX_AGE` every request failed after a failed sync, until the process ended."""
+    output = manage(project, "shell", "-c", FAIL_ONCE)
+    assert [line for line in output.splitlines() if line.startswith("failed:") or " kept: " in line] == [
+        "tea kept: True",
+        "failed: milk",
+        "milk kept: False",
+        "coffee kept: True",
+    ]
+
+
 @pytest.mark.slow
 def test_a_project_migrates_tests_and_branches(project: Path) -> None:
     manage(project, "shell", "-c", CREATE)
@@ -138,6 +167,63 @@ def test_a_project_migrates_tests_and_branches(project: Path) -> None:
     assert '"NAME": "store/what_if"' in manage(project, "quire_branch", "what_if")
     with quire.open(project / "store") as store:
         assert sorted(info.name for info in store.databases()) == ["shop", "what_if"]
+
+
+INHERITING = """
+from django.test import TestCase
+from shop.models import Item
+
+class Parent(TestCase):
+    @classmethod
+    def setUpTestData(cls):
+        Item.objects.create(name=cls.__name__, price=1)
+    def test_its_data_is_that_of_its_class(self):
+        self.assertEqual([item.name for item in Item.objects.all()], [type(self).__name__])
+
+class Child(Parent):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+"""
+FAILING = f"""
+from django.test import TransactionTestCase
+from shop.models import Item
+
+class {"A" * 200}(TransactionTestCase):
+    def test_its_name_is_too_long_for_a_database(self):
+        pass
+
+class Later(TransactionTestCase):
+    def test_the_migrated_database_is_still_there(self):
+        self.assertEqual(Item.objects.count(), 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_class_whose_parent_has_tests_too_is_set_up_as_itself(project: Path) -> None:
+    """Hazard: a parent that was wrapped by the runner set itself up in place of its subclass, which then had the wrong data."""
+    (project / "shop" / "tests.py").write_text(INHERITING)
+    assert "Ran 2 tests" in manage(project, "test")
+
+
+@pytest.mark.slow
+def test_a_class_that_cannot_be_forked_leaves_the_database_to_the_others(project: Path) -> None:
+    """Hazard: the cleanup after a fork that failed dropped the migrated database, so every later class failed."""
+    (project / "shop" / "tests.py").write_text(FAILING)
+    with pytest.raises(AssertionError, match=r"(?s)Ran 1 test.*FAILED \(errors=1\)"):
+        manage(project, "test")
+
+
+@pytest.mark.slow
+def test_a_branch_begins_at_the_version_that_the_project_uses(project: Path) -> None:
+    """Hazard: a project whose NAME selects a version got a branch of the newest one."""
+    with quire.open(project / "store") as store:
+        store.snapshot("shop", "monday")
+    manage(project, "shell", "-c", CREATE)
+    (project / "settings.py").write_text(SETTINGS.replace("store/shop", "quire:///store/shop?at=monday"))
+    manage(project, "quire_branch", "what_if")
+    (project / "settings.py").write_text(SETTINGS.replace("store/shop", "store/what_if"))
+    assert "items: 0" in manage(project, "shell", "-c", COUNT)
 
 
 # ── Django's own tests ────────────────────────────────────────────────────────────────────────────────────────────────

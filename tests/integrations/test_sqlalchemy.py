@@ -19,6 +19,7 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.ext.asyncio import create_async_engine
 
 import quire
+from quire.durable.failpoints import armed
 from quire.integrations import aio
 from tests.service.owners import served
 
@@ -60,6 +61,24 @@ def test_an_engine_is_one_url_and_a_snapshot_another(tmp_path: Path, monkeypatch
     engine.dispose()
     assert names_of("quire:///store/shop") == []
     assert names_of("quire:///store/shop?at=monday") == ["coffee", "milk"]
+
+
+def test_a_pool_replaces_connections_that_ended(tmp_path: Path) -> None:
+    """Hazard: after a failed sync, or after the store was closed and opened again, the pool kept its connections, and every
+    statement failed until the program ended."""
+    engine = sa.create_engine(f"quire:///{tmp_path}/store/shop")
+    with quire.open(tmp_path / "store"):
+        fill(engine, "tea")
+        with armed("pages.segment.frames", "raise:EIO"), pytest.raises(sa.exc.OperationalError) as failed:
+            fill(engine, "milk")
+        assert failed.value.connection_invalidated
+        fill(engine, "coffee")
+    with quire.open(tmp_path / "store"):
+        with pytest.raises(sa.exc.OperationalError, match="the store is closed"):
+            fill(engine, "juice")
+        fill(engine, "water")
+    engine.dispose()
+    assert {"tea", "coffee", "water"} <= set(names_of(f"quire:///{tmp_path}/store/shop"))
 
 
 def test_a_database_of_a_server(tmp_path: Path) -> None:

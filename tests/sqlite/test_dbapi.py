@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sqlite3
+import time
 from contextlib import suppress
 
 import apsw
@@ -141,6 +142,126 @@ def test_a_cursor_that_executes_while_it_is_iterated_continues_with_the_new_stat
         if number == 12:
             cursor.execute("select 13 union all select 14")
     assert (values, other.fetchall()) == ([0, 11, 12, 13, 14], [(9,), (10,)])
+
+
+def test_executemany_without_rows_examines_its_statement(wrapped: dbapi.Connection, connect: Connect) -> None:
+    """Hazard: without rows the statement was not even prepared. Mistakes were not reported, and the next `execute` of the same
+    text returned no rows and left a statement open, so that the commit failed."""
+    insert = "insert into t values (?, ?) returning id"
+    assert wrapped.executemany(insert, []).rowcount == 0
+    assert wrapped.in_transaction
+    assert wrapped.execute(insert, (10, "row 10")).fetchall() == [(10,)]
+    wrapped.commit()
+    assert count(connect()) == 11
+    with pytest.raises(dbapi.OperationalError, match="no such table: nosuch"):
+        wrapped.executemany("insert into nosuch values (?)", [])
+    with pytest.raises(dbapi.ProgrammingError, match="can only execute DML"):
+        wrapped.executemany("select 1", [])
+    assert wrapped.execute("select 1").fetchall() == [(1,)]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_rows_of_executemany_may_come_from_other_statements(wrapped: dbapi.Connection, is_new: bool) -> None:
+    """Hazard: a statement that the program ran to get the first row was taken for that of `executemany`. If its text was
+    new, no transaction began: each row was committed at once, and `rollback` undid nothing. Otherwise the call failed."""
+    lookup = "select id + 100, b from t where id = ?"
+    if not is_new:
+        wrapped.execute(lookup, (0,)).fetchall()
+    rows = (wrapped.execute(lookup, (number,)).fetchone() for number in range(3))
+    assert wrapped.executemany("insert into t values (?, ?)", rows).rowcount == 3
+    assert wrapped.in_transaction
+    wrapped.rollback()
+    assert count(wrapped.apsw) == 10
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_adapters_of_parameters_may_run_other_statements(wrapped: dbapi.Connection, is_new: bool) -> None:
+    """Hazard: a statement that an adapter ran was taken for the one whose parameter it adapted, as above."""
+    lookup = "select id + 100 from t where b = ?"
+    if not is_new:
+        wrapped.execute(lookup, ("row 0",)).fetchall()
+
+    class Row:
+        def __conform__(self, _: object) -> object:
+            return wrapped.execute(lookup, ("row 7",)).fetchone()[0]
+
+    assert wrapped.execute("insert into t values (?, 'new') returning id", (Row(),)).fetchall() == [(107,)]
+    wrapped.rollback()
+    assert count(wrapped.apsw) == 10
+
+
+@pytest.mark.parametrize("fetch", ["fetchone", "fetchall"])
+@pytest.mark.parametrize("fault", ["a text", "a converter"])
+def test_a_row_that_cannot_be_converted_ends_its_statement(
+    store: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch, fetch: str, fault: str
+) -> None:
+    """Hazard: the statement stayed open at that row, so a transaction began at its version, and no write in it succeeded
+    once another connection had committed."""
+    connection = dbapi.connect(f"{store.path}/shop", detect_types=dbapi.PARSE_COLNAMES)
+    connection.execute("create table t(b)")
+    insert = "insert into t values (?)"
+    connection.executemany(insert, [("1",), ("2" if fault == "a converter" else "",), ("3",), ("4",)])
+    connection.execute("update t set b = cast(x'ff' as text) where b = ''")
+    connection.commit()
+
+    def refuse(value: bytes) -> bytes:
+        if value == b"2":
+            raise LookupError
+        return value
+
+    monkeypatch.setitem(dbapi.converters, "ODD", refuse)
+    cursor = connection.execute('select b as "b [odd]" from t')
+    try:
+        while getattr(cursor, fetch)():
+            pass
+    except (dbapi.OperationalError, LookupError):
+        connect().execute("insert into t values (5)")
+        cursor.execute(insert, (6,))
+        connection.commit()
+    connection.close()
+    assert count(connect()) == 6
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("in_transaction", [True, False])
+def test_a_result_without_rows_has_the_columns_of_the_newest_schema(
+    wrapped: dbapi.Connection, connect: Connect, is_own: bool, in_transaction: bool
+) -> None:
+    """Hazard: the description of a result without rows was the one of the statement's first run."""
+    query = "select * from t where id < 0"
+    assert [column[0] for column in wrapped.execute(query).description] == ["id", "b"]
+    if in_transaction and is_own:
+        wrapped.execute("begin")
+    changing = wrapped if is_own else connect()
+    changing.execute("alter table t add column c")
+    if in_transaction and not is_own:
+        wrapped.execute("begin")
+    assert [column[0] for column in wrapped.execute(query).description] == ["id", "b", "c"]
+
+
+def test_empty_values_are_not_converted() -> None:
+    """Hazard: a row with an empty text in a column of dates could not be fetched; in sqlite3 its value is None."""
+    for module in (sqlite3, dbapi):
+        connection = module.connect(":memory:", detect_types=module.PARSE_COLNAMES)
+        query = """select '' as "a [date]", x'' as "b [date]", null as "c [date]", '2026-01-31' as "d [date]" """
+        assert connection.execute(query).fetchall() == [(None, None, None, dt.date(2026, 1, 31))]
+        connection.close()
+
+
+def test_indented_statements_are_examined_in_linear_time(wrapped: dbapi.Connection) -> None:
+    """Hazard: the search for the name of a pragma took time exponential in the blanks before a statement: seconds for a
+    statement with an indentation of 24, years for 60."""
+    started = time.process_time()
+    assert wrapped.execute("\n" + " " * 25 + "select count(*) from t").fetchone() == (10,)
+    assert time.process_time() - started < 2
+
+
+def test_literals_with_many_semicolons_are_examined_in_linear_time(wrapped: dbapi.Connection) -> None:
+    """Hazard: the text up to each semicolon was examined for a complete statement: minutes for a literal of a megabyte."""
+    started = time.process_time()
+    literal = "&nbsp; text; " * 50_000
+    assert wrapped.execute(f"select '{literal}'; -- a comment;").fetchone() == (literal,)
+    assert time.process_time() - started < 2
 
 
 def test_every_quire_error_has_an_sqlite_code() -> None:

@@ -109,6 +109,15 @@ def test_every_version_can_be_exported(store: Store, tmp_path: Path) -> None:
     assert out.read_bytes() == file.read_bytes()
 
 
+def test_commits_that_are_not_synced_yet_are_exported(store: Store, tmp_path: Path) -> None:
+    """Hazard: with `synchronous` below FULL the commits of the last second, which all connections see, were missing."""
+    with closing(store.sqlite("shop", create=True)) as connection:
+        connection.execute("pragma synchronous = off; create table t(a); insert into t values (1)")
+        export_file(store.pages, "shop", tmp_path / "out.db")
+        with closing(apsw.Connection(str(tmp_path / "out.db"))) as exported:
+            assert exported.execute("select a from t").get == 1
+
+
 def test_nothing_is_overwritten_without_force(store: Store, tmp_path: Path) -> None:
     put(store, make(tmp_path / "shop.db"))
     out = tmp_path / "out.db"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import quire
 from quire.core.clock import SystemClock
 from quire.sqlite import remote_policy
-from quire.sqlite.remote_policy import RemoteLimits, RemotePolicy, limit_heap, restrict
-from quire.sqlite.statements import StatementRunner
+from quire.sqlite.remote_policy import RemoteLimits, RemotePolicy, limit_heap, remote_runner, restrict
+from quire.sqlite.served import ServedConnection
+from quire.sqlite.statements import ROW_BYTES_MAX, SqlValue, StatementRunner
 from quire.store.store import Store
 
 Connection = apsw.Connection
@@ -348,6 +350,70 @@ def test_values_and_statements_and_patterns_are_bounded(store: Store, stock: Con
             with pytest.raises(error):
                 rows(connection, sql)
             rows(stock, sql)
+
+
+def test_many_named_parameters_take_linear_time() -> None:
+    """Hazard: the text was searched once per parameter, and all parameters once per value: a statement of 16 MiB could keep a
+    thread of the server busy for hours, without a deadline."""
+    runner = StatementRunner(apsw.Connection(":memory:"))
+    count = 12_000
+    sql = f"select /* {'.' * 300_000} */ 1 in ({', '.join(f'${number}' for number in range(count))})"
+    description = runner.describe(sql)
+    started = time.process_time()
+    assert runner.parameter_names(description) == [f"${number}" for number in range(count)]
+    values: dict[str, SqlValue] = {f"{'$' * (number % 2)}{number}": number for number in range(count)}
+    assert runner.bindings(sql, [], values) == list(range(count))
+    assert time.process_time() - started < 2
+
+
+@pytest.fixture
+def served(store: Store) -> Iterator[tuple[ServedConnection, StatementRunner]]:
+    """A connection of a Python program on another machine."""
+    runner, _ = remote_runner(
+        store.sqlite("shop"),
+        SystemClock(),
+        may_write=True,
+        is_version=False,
+        may_attach=remote_policy.nothing_attached,
+        statement_seconds=60,
+    )
+    connection = ServedConnection(runner, 60)
+    yield connection, runner
+    connection.close()
+
+
+def test_the_limit_for_wide_rows_does_not_outlive_its_statement(
+    served: tuple[ServedConnection, StatementRunner],
+) -> None:
+    """Hazard: after a SELECT of many columns, which lowers the limit of its values, larger values could be neither inserted
+    nor used as parameters, until a statement without any had run."""
+    connection, runner = served
+    runner.run("create table large(value)")
+    size = ROW_BYTES_MAX // 16 + 1
+    insert = "insert into large values (?)"
+    for number, run in enumerate(
+        (
+            lambda: connection.execute(1, insert, [bytes(size)], "", ()),
+            lambda: connection.many(insert, [[bytes(size)]], "", ()),
+            lambda: connection.script(f"insert into large values (zeroblob({size}))", ()),
+        ),
+        1,
+    ):
+        assert runner.run(f"select {'1, ' * 15} 1").rows(1) == [(1,) * 16]
+        assert connection.answered(number, run).error is None
+
+
+def test_rows_that_are_dropped_are_bounded_too(served: tuple[ServedConnection, StatementRunner]) -> None:
+    """Hazard: a script, or the RETURNING of `executemany`, could assemble a row of 2,000 values of 64 MiB in the server."""
+    connection, _ = served
+    wide = ", ".join(["zeroblob(60000000)"] * 20)
+    scripted = connection.answered(1, lambda: connection.script(f"select 1; select {wide}", ()))
+    assert scripted.error is not None
+    assert scripted.error.message == "string or blob too big"
+    returning = f"insert into item(name) values (?) returning {wide}"
+    many = connection.answered(2, lambda: connection.many(returning, [["a"], ["b"]], "", ()))
+    assert many.error is not None
+    assert many.error.message == "string or blob too big"
 
 
 def test_the_soft_limit_is_set_and_the_hard_one_is_not() -> None:

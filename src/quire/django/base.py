@@ -24,6 +24,7 @@ from django.utils.dateparse import parse_date, parse_datetime, parse_time
 
 from quire.django.creation import DatabaseCreation, database_path
 from quire.sqlite import dbapi
+from quire.sqlite.connect import is_usable
 from quire.store.sqlite_urls import hold_store
 
 
@@ -93,6 +94,13 @@ class DatabaseWrapper(base.DatabaseWrapper):
         for command in filter(None, map(str.strip, self.init_commands)):
             connection.execute(command)
         return connection
+
+    def is_usable(self) -> bool:
+        """Return whether the connection can be kept after an error; Django asks if it is persistent (`CONN_MAX_AGE`)."""
+        try:
+            return is_usable(self.connection.apsw)
+        except dbapi.NotSupportedError:
+            return True  # a connection through a server connects again by itself
 
     def create_cursor(self, name: str | None = None) -> Any:  # noqa: ARG002 - Django's signature
         """Return a cursor that accepts Django's placeholders."""

@@ -30,15 +30,18 @@ class ForkingRunner(DiscoverRunner):
 
 
 def _fork_before(kind: type[SimpleTestCase]) -> None:
-    set_up = kind.setUpClass
+    set_up: Any = kind.setUpClass
 
     def set_up_class(cls: type[SimpleTestCase]) -> None:
-        for alias in connections:
-            connection = connections[alias]
-            if isinstance(connection, DatabaseWrapper) and not connection.is_in_memory_db():
-                cls.addClassCleanup(_back, connection, connection.settings_dict["NAME"])
-                _go(connection, f"{connection.settings_dict['NAME']}_{cls.__qualname__}")
-        set_up()
+        if cls is kind:  # not in a call from the setup of a subclass, which has its own fork
+            for alias in connections:
+                connection = connections[alias]
+                if isinstance(connection, DatabaseWrapper) and not connection.is_in_memory_db():
+                    name = connection.settings_dict["NAME"]
+                    _go(connection, f"{name}_{cls.__qualname__}")
+                    # Only now: if there is no fork, the cleanup would drop the database of all classes.
+                    cls.addClassCleanup(_back, connection, name)
+        set_up.__func__(cls)
 
     kind.setUpClass = classmethod(set_up_class)
 

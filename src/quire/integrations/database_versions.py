@@ -74,7 +74,9 @@ def open_version(store: Store, version: DatabaseVersion) -> Snapshot:
     if isinstance(version.at, str):
         return pages.open_view(version.name, version.at)
     if store.mode != "r":
-        return pages.open(version.name).open_snapshot(at=version.at, tags=TAGS).__enter__()  # to renew its lease
+        opened = pages.open(version.name)
+        opened.wal.sync()  # commits below `synchronous=FULL` are visible at once, but only durable versions are opened
+        return opened.open_snapshot(at=version.at, tags=TAGS).__enter__()  # to renew its lease
     if version.at is None:
         return pages.open_published(version.name, tags=TAGS).__enter__()
     return pages.open_published_at(version.name, version.at, tags=TAGS).__enter__()

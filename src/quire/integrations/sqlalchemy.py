@@ -21,6 +21,7 @@ from sqlalchemy.exc import ArgumentError
 
 from quire.integrations import aio
 from quire.sqlite import dbapi
+from quire.sqlite.pep249.errors import ends_connection
 
 _OPTIONS = {
     "timeout": float,
@@ -70,6 +71,10 @@ class QuireDialect(SQLiteDialect_pysqlite):
     def create_connect_args(self, url: URL) -> Any:
         """Return the arguments of `connect` for the engine's URL."""
         return connect_arguments(url)
+
+    def is_disconnect(self, e: Any, connection: Any, cursor: Any) -> bool:
+        """Return whether the pool must replace its connections after an error."""
+        return ends_connection(e) or super().is_disconnect(e, connection, cursor)
 
 
 class QuireHttpDialect(QuireDialect):
@@ -122,3 +127,7 @@ class QuireAsyncDialect(SQLiteDialect_aiosqlite):
     def create_connect_args(self, url: URL) -> Any:
         """Return the arguments of `connect` for the engine's URL."""
         return connect_arguments(url)
+
+    def is_disconnect(self, e: Any, connection: Any, cursor: Any) -> bool:
+        """Return whether the pool must replace its connections after an error."""
+        return ends_connection(e) or super().is_disconnect(e, connection, cursor)

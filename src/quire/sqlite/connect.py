@@ -66,7 +66,8 @@ _live_files: weakref.WeakKeyDictionary[Connection, LiveFile] = weakref.WeakKeyDi
 
 
 def is_usable(connection: Connection) -> bool:
-    """Return whether the database of a connection has not failed (M12). If it has, a new connection opens it again."""
+    """Return whether the database of a connection has not failed (M12) and its store was not closed. If it has failed, a new
+    connection opens it again."""
     file = _live_files.get(connection)
     return file is None or file.is_usable
 

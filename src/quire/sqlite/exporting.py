@@ -87,6 +87,7 @@ def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | N
     if published:
         return pages.open_published(name, tags=tags) if at is None else pages.open_published_at(name, at, tags=tags)
     store = pages.open(name)
+    store.wal.sync()  # commits below `synchronous=FULL` are visible at once, but only durable versions are opened
     return store.open_snapshot(tags=tags) if at is None else store.open_snapshot(at=at, tags=tags)
 
 

@@ -78,8 +78,8 @@ class LiveFile(DatabaseFile[ReadPin]):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the database has not failed since this file was opened."""
-        return self._store is None or self._store.wal.failure is None
+        """Whether the database has not failed since this file was opened, and its store was not closed."""
+        return self._database.closed is None and (self._store is None or self._store.wal.failure is None)
 
     def newest_commit(self) -> PageGuard | None:
         """Return the newest commit of the database, as the handle that this file uses has it; None while it is unborn.

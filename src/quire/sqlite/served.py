@@ -141,11 +141,12 @@ class ServedConnection:
         def counted() -> Iterator[Bindings]:
             nonlocal changed
             for row in rows:
+                self._runner.limit_value_bytes(0)  # as in `run`
                 yield row
                 changed += self._runner.changes()
 
         with self._runner.deadline():
-            for _ in self._runner.connection.executemany(sql, counted()):
+            for _ in self._runner.cursor().executemany(sql, counted()):
                 pass
         return self._state(changed=changed)
 
@@ -153,7 +154,7 @@ class ServedConnection:
         """Run all statements and drop their rows."""
         self.close_cursors(closed)
         with self._runner.deadline():
-            for _ in self._runner.connection.execute(sql):
+            for _ in self._runner.cursor().execute(sql):
                 pass
         return self._state()
 

@@ -63,6 +63,8 @@ _BLANK = re.compile(r"(?:[\s;\ufeff]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.
 """Text around a statement that is no part of it. SQLite takes a byte order mark for a space."""
 _FIRST = re.compile(r"[A-Za-z]+")
 _PREFIXES = ":@$?"
+_PARAMETER = re.compile(r"[:@$?]((?:[\w$\x80-\U0010ffff]|::)+(?:\([^\s)]{0,64}\))?)")
+"""A parameter with a name. The text in parentheses is bounded, so that a search takes linear time."""
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
@@ -183,6 +185,7 @@ class RunningStatement:
         """Run to the end and return the number of rows."""
         count = 0
         try:
+            self._runner.limit_value_bytes(len(self.columns))
             with self._runner.deadline():
                 for _ in self._cursor:
                     count += 1
@@ -240,6 +243,7 @@ class StatementRunner:
         """
         self.raise_if_abandoned()
         is_autocommit = self.is_autocommit()
+        self.limit_value_bytes(0)  # parameters are bound before the columns are known
         cursor = self.connection.cursor()
         run = None if is_examined and not self._value_bytes else _Preparation(sql, self.limit_value_bytes)
         if run is not None:
@@ -265,6 +269,17 @@ class StatementRunner:
         if allowed != self._value_limit:
             self.connection.limit(apsw.SQLITE_LIMIT_LENGTH, allowed)
             self._value_limit = allowed
+
+    def cursor(self) -> apsw.Cursor:
+        """Return a cursor for several statements or executions, of which each is limited like one that `run` starts."""
+        cursor = self.connection.cursor()
+        if self._value_bytes:
+            cursor.exec_trace = self._limit_by_columns
+        return cursor
+
+    def _limit_by_columns(self, cursor: apsw.Cursor, _: str, __: Any) -> bool:
+        self.limit_value_bytes(len(cursor.get_description()))
+        return True
 
     def raise_translated(self, error: Exception) -> NoReturn:
         """Raise an error as one that can be sent to the program."""
@@ -304,10 +319,12 @@ class StatementRunner:
         if len(args) > len(names):
             raise StatementFailed(f"Required {len(names)} but {len(args)} arguments were provided", ARGS_INVALID)
         missing = set(range(len(args), len(names)))
+        places_of: dict[str | None, list[int]] = {}
+        for place, known in enumerate(names):
+            places_of.setdefault(known, []).append(place)
         for name, value in named.items():
-            plain = name[1:] if name[:1] in _PREFIXES else name
-            places = [place for place, known in enumerate(names) if known == plain]
-            if not places:
+            places = places_of.get(name[1:] if name[:1] in _PREFIXES else name)
+            if places is None:
                 raise StatementFailed(f"Parameter with name {name!r} was not found", ARGS_INVALID)
             for place in places:
                 values[place] = value
@@ -319,7 +336,8 @@ class StatementRunner:
 
     def parameter_names(self, description: Description) -> list[str | None]:
         """Return the parameter names as written in the text, with their prefix."""
-        return [None if name is None else _in_text(description.text, name) for name in description.parameters]
+        written = _written_names(description.text)
+        return [None if name is None else written.get(name, f":{name}") for name in description.parameters]
 
     def rollback(self) -> None:
         """Roll back the transaction, if there is one."""
@@ -370,14 +388,16 @@ def first_word(sql: str) -> str:
     return word[0].lower() if word is not None else ""
 
 
-def _in_text(sql: str, name: str) -> str:
-    """Return the name of a parameter as written in the text, with its prefix.
+def _written_names(sql: str) -> dict[str, str]:
+    """Return the names of parameters as written in the text, with their prefix, by the names without it.
 
-    >>> _in_text("select :a, $b, ?3", "b"), _in_text("select ?3", "3")
-    ('$b', '?3')
+    >>> _written_names("select :a, $b, ?3, $x::y(z)")
+    {'a': ':a', 'b': '$b', '3': '?3', 'x::y(z)': '$x::y(z)'}
     """
-    match = re.search(r"[:@$?]" + re.escape(name) + r"(?!\w)", sql)
-    return match[0] if match is not None else f":{name}"
+    written: dict[str, str] = {}
+    for match in _PARAMETER.finditer(sql):
+        written.setdefault(match[1], match[0])
+    return written
 
 
 def _is_blank(sql: str, start: int) -> bool:

@@ -122,8 +122,8 @@ def converter_of(name: str, declared: str | None, by_name: bool, by_type: bool) 
 
 
 def convert(converter: Converter, value: Any) -> Any:
-    """Return what a converter makes of a value. For an empty blob, as for NULL, SQLite has no bytes to convert."""
-    return None if value is None or value == b"" else converter(_as_bytes(value))
+    """Return what a converter makes of a value. For an empty text or blob, as for NULL, SQLite has no bytes to convert."""
+    return None if value in (None, "", b"") else converter(_as_bytes(value))
 
 
 def _as_bytes(value: Any) -> bytes:

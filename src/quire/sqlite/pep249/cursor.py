@@ -21,6 +21,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 import apsw
+from apsw.ext import query_info
 
 from quire.core.errors import QuireError
 from quire.sqlite.pep249.adapters import Converter, adapt_all, as_bindings, convert, converter_of, overrides
@@ -38,8 +39,9 @@ Description = tuple[tuple[str, None, None, None, None, None, None], ...]
 PARSE_DECLTYPES, PARSE_COLNAMES = 1, 2
 _WRITING = ("insert", "update", "delete", "replace")
 """Statements that begin a transaction implicitly, as in sqlite3. Any other (`with … insert`, for example) commits alone."""
-_BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
-"""White space and comments. An unterminated comment extends to the end."""
+_BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*+", re.DOTALL)
+"""White space and comments. An unterminated comment extends to the end. Possessive: where `_PRAGMA` does not match, any other
+way to split n blanks would be tried, which takes 2ⁿ steps."""
 _PRAGMA = re.compile(_BLANK.pattern + r"pragma\s+(?:[^\s.=(;]+\.)?(\w+)", re.DOTALL | re.IGNORECASE)
 _UNTYPED = (None,) * 6
 """The other fields of a column in `description`: only its name is given, as in sqlite3."""
@@ -47,8 +49,8 @@ _UNTYPED = (None,) * 6
 
 @dataclass(slots=True)
 class Known:
-    """Properties of a statement that a connection caches by its text. Columns are checked again when there is a row and the
-    schema may have changed: inside a transaction no other connection can change it."""
+    """Properties of a statement that a connection caches by its text. Columns are checked again when the schema may have
+    changed: inside a transaction no other connection can change it."""
 
     sql: str
     """The statement alone, without the comments after it."""
@@ -57,6 +59,8 @@ class Known:
     description: Any = None
     schema_number: int = -1
     """The connection's `_schema_number` when the columns were last checked."""
+    empty_version: tuple[int, int] = (-1, -1)
+    """That number, and SQLite's number of the version, when they were last checked after a result without rows."""
 
 
 class _Idle:
@@ -132,10 +136,11 @@ class Cursor:
                 self._ahead = next(cursor, None)
                 if self._ahead is None:
                     self._end()
+                    if driver.local is not None:
+                        self._describe_empty(driver.local, known)
                 elif known.schema_number != connection._schema_number or driver.get_autocommit():
                     known.schema_number = connection._schema_number
-                    if cursor.get_description() != known.columns:
-                        self._describe_anew(cursor, known)
+                    self._describe_anew(cursor.get_description(), known)
                 if connection._detect_types:
                     self._find_converters(known.columns)
             else:
@@ -244,10 +249,18 @@ class Cursor:
         connection._remember(sql, known)
         return known
 
-    def _describe_anew(self, cursor: DriverCursor, known: Known) -> None:
-        """Update the description: the schema has changed since the last time."""
-        known.columns = _named_as_sqlite_does(Prepared(known.sql, True, cursor.get_description()))
-        known.description = self.description = self._described(known.columns)
+    def _describe_anew(self, columns: Columns, known: Known) -> None:
+        """Update the description if the schema has changed since the last time."""
+        if columns != known.columns:
+            known.columns = _named_as_sqlite_does(Prepared(known.sql, True, columns))
+            known.description = self.description = self._described(known.columns)
+
+    def _describe_empty(self, local: apsw.Connection, known: Known) -> None:
+        """Do the same after a statement that has ended: its columns are gone, so it is prepared again, after a change."""
+        version = self.connection._schema_number, local.data_version()
+        if version != known.empty_version:
+            known.empty_version = version
+            self._describe_anew(query_info(local, known.sql).description, known)
 
     def _described(self, columns: Columns) -> Description | None:
         cut = self.connection._detect_types & PARSE_COLNAMES
@@ -399,12 +412,14 @@ class Cursor:
         """Raise the error that sqlite3 would, and leave the cursor usable."""
         cursor, description = self._cursor, self.description
         self._ahead, self.rowcount, self._writes, self.description = None, -1, False, None
+        if cursor is not None and not isinstance(error, apsw.ThreadingViolationError):
+            # Closed, not only dropped: as long as the error is handled its traceback has references to the cursor.
+            cursor.close(True)
+            self._cursor = IDLE
         if isinstance(error, UnicodeDecodeError):
             names = "' or '".join(column[0] for column in description or ())
             text = bytes(error.object).decode(errors="replace")
             raise OperationalError(f"Could not decode to UTF-8 column '{names}' with text '{text}'") from error
-        if cursor is not None and not isinstance(error, apsw.ThreadingViolationError):
-            self._cursor = IDLE  # dropping the old one ends its statement
         if isinstance(error, apsw.Error | QuireError):
             raise translated(error) from error
         if (wanted := as_sqlite3(error)) is error:
@@ -472,10 +487,11 @@ def _first_statement(sql: str) -> str:
     >>> _first_statement("select ';' /* one; */; -- two; three"), _first_statement("select 1; select 2")
     ("select ';' /* one; */;", 'select 1; select 2')
     """
-    end = sql.find(";")
-    while end >= 0 and not apsw.complete(sql[: end + 1]):
-        end = sql.find(";", end + 1)
-    return sql if end < 0 or _keyword(sql[end + 1 :]) else sql[: end + 1]
+    for end in (match.end() for match in re.finditer(";", sql)):
+        # Blanks first: testing for a complete statement at each semicolon of a long literal would take quadratic time.
+        if _BLANK.match(sql, end).end() == len(sql) and apsw.complete(sql[:end]):  # type: ignore[union-attr]  # as below
+            return sql[:end]
+    return sql
 
 
 def _keyword(statement: str) -> str:

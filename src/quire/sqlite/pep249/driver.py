@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import apsw
+from apsw.ext import query_info
 
 from quire.core.lazy import lazy_names
 from quire.sqlite.pep249.adapters import adapt_parameter
@@ -115,11 +115,18 @@ class LocalDriver:
     ) -> None:
         """See `Driver`. apsw calls its tracer after a statement is prepared and bound, and before it runs. The connection's
         tracer is used, because a cursor whose own tracer was removed ignores the connection's from then on."""
+        if many:
+            # Prepared without parameters: there may be none, and the iterator that returns them may run other statements.
+            prepared(self._described(sql))
+            cursor.executemany(sql, bindings)
+            return
         connection = self._connection
-        tracer = None if self._trace is None else self._traced
+        tracer = connection.exec_trace
 
         def traced(ready: apsw.Cursor, text: str, _: Any) -> bool:
-            connection.exec_trace = tracer  # once: not for statements that `prepared` runs, nor for the next parameters
+            if ready is not cursor:  # a statement that an adapter of the parameters runs
+                return self._traced(ready, text, _)
+            connection.exec_trace = tracer  # once: not for statements that `prepared` runs
             # Not `get_description`, which apsw would cache: SQLite detects a changed schema only when the statement runs.
             columns = tuple(column[:2] for column in ready.description)
             prepared(Prepared(text, ready.is_readonly, columns))
@@ -127,19 +134,17 @@ class LocalDriver:
 
         connection.exec_trace = traced
         try:
-            if many:
-                cursor.executemany(sql, bindings)
-            else:
-                cursor.execute(sql, bindings)
+            cursor.execute(sql, bindings)
         finally:
             connection.exec_trace = tracer
 
     def prepare(self, sql: str) -> None:
-        """Raise if a statement has mistakes. Its parameters are not given yet, so errors of bindings are ignored."""
-        cursor = self._connection.cursor()
-        cursor.exec_trace = lambda *_: False
-        with suppress(apsw.ExecTraceAbort, apsw.BindingsError):
-            cursor.execute(sql)
+        """Raise if a statement has mistakes."""
+        self._described(sql)
+
+    def _described(self, sql: str) -> Prepared:
+        details = query_info(self._connection, sql)
+        return Prepared(details.first_query, details.is_readonly, details.description)
 
     def set_trace(self, trace: Trace | None) -> None:
         """Report each statement, with its parameters in it, before it runs."""

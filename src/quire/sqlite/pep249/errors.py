@@ -20,7 +20,7 @@ from types import TracebackType
 
 import apsw
 
-from quire.core.errors import QuireError
+from quire.core.errors import QuireError, StoreClosed, StoreUnusable
 
 
 class Warning(sqlite3.Warning):  # noqa: A001 - PEP 249 gives the name
@@ -126,6 +126,14 @@ def translated(error: Exception) -> Exception:
         code = getattr(error, "extendedresult", -1)
         return error_of(code, _message(error)) if code > 0 else OperationalError(str(error))
     return OperationalError(str(error)) if isinstance(error, QuireError) else error
+
+
+def ends_connection(error: BaseException | None) -> bool:
+    """Return whether an error ends its connection, so that a program needs a new one: the store was closed, or the database
+    failed and is opened again by the next connection (M12)."""
+    while error is not None and not isinstance(error, StoreClosed | StoreUnusable):
+        error = error.__cause__
+    return error is not None
 
 
 def _message(error: apsw.Error) -> str:

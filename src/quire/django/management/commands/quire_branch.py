@@ -22,7 +22,7 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the branch's name and its source."""
         parser.add_argument("name", help="the new database's name")
-        parser.add_argument("--at", default=None, help="a snapshot's name; default: as it is now")
+        parser.add_argument("--at", default=None, help="a snapshot's name; default: the version of NAME")
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="the alias in DATABASES")
 
     def handle(self, *_: Any, **options: Any) -> None:
@@ -33,7 +33,7 @@ class Command(BaseCommand):
         path = database_path(connection.settings_dict["NAME"])
         try:
             with shared_store(path.root) as store:
-                store.fork(path.name, options["name"], at=options["at"])
+                store.fork(path.name, options["name"], at=options["at"] or path.at)
         except QuireError as error:
             raise CommandError(str(error)) from error
         self.stdout.write(f'"NAME": "{os.path.join(path.root, options["name"])}"')
