@@ -118,6 +118,7 @@ class Client:
         try:
             self.server: Hello = channel.call("hello", m.Nothing())
             """The identity and limits of the server, as of connecting."""
+            channel.body_bytes_max = self.server.body_bytes_max
         except BaseException:
             channel.close()
             raise
