@@ -315,6 +315,50 @@ def test_writes_whose_answers_are_lost_happen_once(client: Client) -> None:
     assert [record.payload for record in stream.read()] == [b"x", b"y"]
 
 
+def test_sync_waits_for_appends_that_another_thread_is_sending(
+    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: `sync` returned while the background thread was sending an append, which was not durable yet."""
+    stream, call, is_sending = client.stream("s", create=True), client._channel.call, threading.Event()
+
+    def slow(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "stream.append":
+            is_sending.set()
+            time.sleep(0.3)
+        return call(name, *arguments, **options)
+
+    monkeypatch.setattr(client._channel, "call", slow)
+    stream.append(b"a")
+    assert is_sending.wait(30)
+    assert stream.sync() == 2
+    assert store.stream("s").end_record == 2
+
+
+@pytest.mark.parametrize("method", ["sync", "close"])
+def test_an_append_that_fails_unnoticed_is_reported(
+    client: Client, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Hazard: `sync` and `close` returned as if every append were durable, although one had failed."""
+    stream, call = client.stream("s", create=True), client._channel.call
+
+    def fail(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "stream.append":
+            raise quire.Unavailable("the owner cannot be reached")
+        return call(name, *arguments, **options)
+
+    monkeypatch.setattr(client._channel, "call", fail)
+    with pytest.raises(quire.Unavailable):
+        stream.append(b"a").result()
+    assert stream.sync() == 1  # that one was reported by its result
+    unnoticed = stream.append(b"b")
+    stream.seal()
+    monkeypatch.undo()
+    with pytest.raises(quire.Unavailable, match="cannot be reached"):
+        getattr(stream if method == "sync" else client, method)()
+    assert unnoticed.is_settled
+    getattr(stream if method == "sync" else client, method)()
+
+
 def test_an_append_that_is_too_large_is_refused_alone(client: Client, store: Store) -> None:
     stream = client.stream("s", create=True)
     limit = store.settings.stream.record_bytes_max
