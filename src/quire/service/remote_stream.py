@@ -22,6 +22,7 @@ from quire.core.waiting import in_thread
 from quire.service import data_actions as d
 from quire.service import tickets
 from quire.service.channel import Channel
+from quire.service.client_forks import reset_after_fork
 from quire.service.data_actions import STREAM_TAIL
 from quire.stream.append_buffer import Records, check_records
 from quire.stream.spans import StreamRecord
@@ -102,6 +103,10 @@ class RemoteStream:
         self._channel = channel
         self.name = name
         self._bytes_max = body_bytes_max
+        reset_after_fork(self, RemoteStream._reset)
+
+    def _reset(self) -> None:
+        """Start with an empty queue: see `client_forks.py`."""
         # held while sending, so that appends arrive in the order in which they were made
         self._sending = threading.Lock()
         # guarded by _lock, which is taken after _sending
@@ -148,8 +153,9 @@ class RemoteStream:
         """Send queued appends until this one has ended. A thread that waits for the lock finds most of them already sent."""
         while not appended.is_settled:
             with self._sending:
-                if not appended.is_settled:
-                    self._send_one_call()
+                if not appended.is_settled and not self._send_one_call():
+                    # It is not queued, and nobody is sending it: the process that appended it was this one's parent.
+                    appended.end(-1, TimedOut("the append was interrupted", hint="it may still take effect"))
 
     def _send_one_call(self) -> bool:
         """Send the appends that fit into one call; return False if the queue is empty. REQUIRES `_sending`."""
