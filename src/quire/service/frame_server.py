@@ -137,9 +137,18 @@ class FrameServer:
             if is_full:
                 self._refuse(connection)
                 continue
+            self._start(connection)
+
+    def _start(self, connection: socket.socket) -> None:
+        """Start the thread of a connection."""
+        try:
             # The name does not begin with "quire-": those threads never wait for the archive (`core/barrier.py`), but a call
             # must if the mode is `sync` (A9).
             threading.Thread(target=self._serve, args=(connection,), name="frames-call", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads: later connections may find one
+            emit("warning", "service.no_thread", error=str(error))
+            self._refuse(connection)
+            self._ended(connection, "")
 
     def _refuse(self, connection: socket.socket) -> None:
         with self._changed:
