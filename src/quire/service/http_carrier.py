@@ -80,6 +80,8 @@ class HttpCarrier(Carrier[HTTPConnection]):
             whole = answer.read(bytes_max + 1)
         if len(whole) > bytes_max:
             raise CallBroken(f"an answer of more than {bytes_max:,} bytes")
+        if answer.length:  # a read with a limit returns what there is, without an error
+            raise CallBroken("the connection broke during the answer")
         if is_ours:
             return whole
         raise _refused(answer.status, whole)
