@@ -286,6 +286,60 @@ sys.stdin.read()
 """
 
 
+ENDLESS = "with recursive n(x) as (select 1 union all select x + 1 from n) select max(x) from n"
+
+
+def test_a_statement_of_a_client_that_vanished_is_interrupted(path: Path) -> None:
+    """Hazard: a killed client, or one that was interrupted, left its statement running at the owner, with the lock."""
+    with served(path, sql_transaction_seconds=3600.0) as (_, server), quire.connect(server.address) as other:
+        waiting = other.sqlite("shop", create=True, timeout=60)
+        waiting.execute("create table t(a)")
+        runner = process(RUNNER, server.address, f"insert into t {ENDLESS}")
+        assert line(runner) == "begins"
+        while not any(holding.lock.locked() for holding in list(server._service.holdings._all.values())):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        end(runner)  # SIGKILL
+        waiting.execute("insert into t values (2)")
+        waiting.commit()
+        assert waiting.execute("select a from t").fetchall() == [(2,)]
+
+
+RUNNER = """
+import sys, quire
+connection = quire.connect(sys.argv[1]).sqlite("shop")
+connection.execute("begin immediate")
+print("begins", flush=True)
+connection.execute(sys.argv[2])
+"""
+
+
+def test_closing_a_server_ends_a_running_statement(path: Path) -> None:
+    """Hazard: the owner did not end, for as long as a client's statement ran."""
+    with served(path, stop_seconds=0.1) as (_, server):
+        client = quire.connect(server.address, timeout=1)
+        shop = client.sqlite("shop", create=True, check_same_thread=False)
+        failures: list[str] = []
+
+        def run() -> None:
+            try:
+                shop.execute(ENDLESS)
+            except dbapi.OperationalError as error:
+                failures.append(str(error))
+
+        running = threading.Thread(target=run)
+        running.start()
+        while not any(holding.lock.locked() for holding in list(server._service.holdings._all.values())):
+            time.sleep(0.01)
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        running.join(30)
+        assert failures
+        client.close()
+
+
 def test_an_idle_transaction_is_rolled_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_holdings, "SWEEP_SECONDS", 0.02)
     with served(path, sql_transaction_seconds=0.1) as (_, server), quire.connect(server.address) as client:

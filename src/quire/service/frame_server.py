@@ -69,8 +69,10 @@ class FrameContext:
 
     def is_cancelled(self) -> bool:
         """Return whether the client has hung up."""
+        if (descriptor := self._connection.fileno()) < 0:
+            return True
         poll = select.poll()
-        poll.register(self._connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        poll.register(descriptor, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
 
 
