@@ -19,7 +19,7 @@ import quire
 from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, OutOfRange, UnknownCursor
 from quire.lsm.kv import Kv
 from quire.lsm.reading import KvSnapshot
-from quire.service import client_holdings, data_actions
+from quire.service import client_holdings, data_actions, handlers_data
 from quire.service.client import Client
 from quire.service.remote_kv import RemoteKv, RemoteKvSnapshot
 from quire.service.remote_stream import RemoteStream
@@ -357,6 +357,21 @@ def test_an_append_that_fails_unnoticed_is_reported(
         getattr(stream if method == "sync" else client, method)()
     assert unnoticed.is_settled
     getattr(stream if method == "sync" else client, method)()
+
+
+@pytest.mark.parametrize("kind", ["set", "snapshot"])
+def test_values_that_are_too_long_for_one_answer_are_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Hazard: a small request that repeats the key of a long value made the owner build an answer of any size."""
+    monkeypatch.setattr(handlers_data, "VALUES_BYTES_MAX", 1 << 20)
+    kv = client.kv("k", create=True)
+    kv.write({b"long": bytes(1 << 16), b"short": b"1"})
+    source = kv.snapshot() if kind == "snapshot" else kv
+    with pytest.raises(OutOfRange, match="too long for one answer"):
+        source.get_many([b"long"] * 1_000)
+    keys = [b"short", b"none", b"long"] * 5 + [b"short"] * 100
+    assert source.get_many(keys) == [b"1", None, bytes(1 << 16)] * 5 + [b"1"] * 100
 
 
 def test_an_append_that_is_too_large_is_refused_alone(client: Client, store: Store) -> None:
