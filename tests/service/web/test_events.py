@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.manifest.ops.base import Counter, ReserveIds
+from quire.service.signed_tokens import create_token
 from quire.service.web import hub as hubs
 from quire.service.web.hub import CHANGES_MAX, QUEUE_MAX, Hub, Subscriber
 from quire.service.web.server import WebServer
@@ -63,6 +64,20 @@ def test_an_idle_store_sends_heartbeats(anonymous: HttpClient, store: Store, mon
     page = Events(anonymous)
     try:
         assert page.until("beat")["head"] == store.feed.head()
+    finally:
+        page.close()
+
+
+def test_live_updates_end_when_their_token_expires(
+    web: WebServer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a page that was open when its token expired went on receiving every change."""
+    monkeypatch.setattr(hubs, "BEAT_SECONDS", 0.1)
+    page = Events(HttpClient(web.address, create_token(store.path, [], read_only=True, ttl_seconds=2)))
+    try:
+        assert page.until("hello")["head"] == store.feed.head()
+        wait_for_pages(web, 1)
+        wait_for_pages(web, 0)
     finally:
         page.close()
 
