@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quire.core.errors import TooManyReaders
 from quire.manifest.ops.base import Counter, ReserveIds
 from quire.service.signed_tokens import create_token
 from quire.service.web import hub as hubs
@@ -66,6 +68,35 @@ def test_an_idle_store_sends_heartbeats(anonymous: HttpClient, store: Store, mon
         assert page.until("beat")["head"] == store.feed.head()
     finally:
         page.close()
+
+
+def test_live_updates_go_on_after_an_error(
+    anonymous: HttpClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the hub ended for good when the store had no reader slot for a moment: no page had live updates any more."""
+    make_round, errors = Hub._round, [TooManyReaders("all reader slots are in use")]
+
+    def fail_once(hub: Hub, seen: int, head: int) -> dict[str, Any]:
+        if errors:
+            raise errors.pop()
+        return make_round(hub, seen, head)
+
+    monkeypatch.setattr(Hub, "_round", fail_once)
+    first = Events(anonymous)
+    try:
+        first.until("hello")
+        store.create("shop", "pages")
+        while first.next()[0]:
+            pass  # until the stream ends: the page reconnects
+    finally:
+        first.close()
+    second = Events(anonymous)
+    try:
+        second.until("hello")
+        store.create("cart", "pages")
+        assert second.until("changes")["changes"][-1]["databases"] == ["cart"]
+    finally:
+        second.close()
 
 
 def test_live_updates_end_when_their_token_expires(
