@@ -250,3 +250,23 @@ def test_a_borrowed_store_is_not_closed(path: Path) -> None:
         with cli.reader() as manifest:
             assert manifest is store.manifest
         assert [database.name for database in store.databases()] == ["clicks", "shop"]
+
+
+def test_append_reports_its_own_records_while_others_append(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: the first id and the number of records included those that other clients appended meanwhile."""
+    with quire.open(tmp_path / "s") as store:
+        stream = store.stream("clicks", create=True)
+        append = stream.append
+
+        def append_among_others(*records: Any, **options: Any) -> Any:
+            append(b"other")
+            appended = append(*records, **options)
+            append(b"other")
+            return appended
+
+        monkeypatch.setattr(stream, "append", append_among_others)
+        arguments = command("stream.append", database="clicks", record=["a", "b"])
+        assert json.loads(remote.run_for_client(store, arguments).out) == {"first": 2, "count": 2}
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"c\nd\n")))
+        lines = command("stream.append", database="clicks")
+        assert json.loads(remote.run_for_client(store, lines).out) == {"first": 6, "count": 2}

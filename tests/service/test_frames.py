@@ -169,6 +169,29 @@ def test_one_connection_too_many_is_refused_with_a_reason(path: Path) -> None:
         assert client.databases() == []
 
 
+def test_a_connection_without_a_thread_is_refused_and_later_ones_are_accepted(
+    server: Any, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: when the system had no thread for one connection, the accepting thread ended, and no client could connect."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "frames-call":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with raw(server) as connection:
+        assert isinstance(refusal(connection), Overloaded)
+    monkeypatch.undo()
+    with quire.connect(server.address) as later:
+        assert later.databases() == client.databases() == []
+    deadline = time.monotonic() + 30
+    while server._frames.connections > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server._frames.connections == 1
+
+
 def test_an_answer_too_long_for_its_client_is_not_read() -> None:
     left_end, right_end = socket.socketpair()
     with left_end, right_end:

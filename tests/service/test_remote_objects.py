@@ -19,7 +19,7 @@ import quire
 from quire.core.errors import CursorLost, InvalidInput, LeaseExpired, OutOfRange, UnknownCursor
 from quire.lsm.kv import Kv
 from quire.lsm.reading import KvSnapshot
-from quire.service import client_holdings, data_actions
+from quire.service import client_holdings, data_actions, handlers_data
 from quire.service.client import Client
 from quire.service.remote_kv import RemoteKv, RemoteKvSnapshot
 from quire.service.remote_stream import RemoteStream
@@ -313,6 +313,65 @@ def test_writes_whose_answers_are_lost_happen_once(client: Client) -> None:
     assert len(lost) == 3
     assert kv.last_lsn == lsn
     assert [record.payload for record in stream.read()] == [b"x", b"y"]
+
+
+def test_sync_waits_for_appends_that_another_thread_is_sending(
+    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: `sync` returned while the background thread was sending an append, which was not durable yet."""
+    stream, call, is_sending = client.stream("s", create=True), client._channel.call, threading.Event()
+
+    def slow(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "stream.append":
+            is_sending.set()
+            time.sleep(0.3)
+        return call(name, *arguments, **options)
+
+    monkeypatch.setattr(client._channel, "call", slow)
+    stream.append(b"a")
+    assert is_sending.wait(30)
+    assert stream.sync() == 2
+    assert store.stream("s").end_record == 2
+
+
+@pytest.mark.parametrize("method", ["sync", "close"])
+def test_an_append_that_fails_unnoticed_is_reported(
+    client: Client, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Hazard: `sync` and `close` returned as if every append were durable, although one had failed."""
+    stream, call = client.stream("s", create=True), client._channel.call
+
+    def fail(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "stream.append":
+            raise quire.Unavailable("the owner cannot be reached")
+        return call(name, *arguments, **options)
+
+    monkeypatch.setattr(client._channel, "call", fail)
+    with pytest.raises(quire.Unavailable):
+        stream.append(b"a").result()
+    assert stream.sync() == 1  # that one was reported by its result
+    unnoticed = stream.append(b"b")
+    stream.seal()
+    monkeypatch.undo()
+    with pytest.raises(quire.Unavailable, match="cannot be reached"):
+        getattr(stream if method == "sync" else client, method)()
+    assert unnoticed.is_settled
+    getattr(stream if method == "sync" else client, method)()
+
+
+@pytest.mark.parametrize("kind", ["set", "snapshot"])
+def test_values_that_are_too_long_for_one_answer_are_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Hazard: a small request that repeats the key of a long value made the owner build an answer of any size."""
+    monkeypatch.setattr(handlers_data, "VALUES_BYTES_MAX", 1 << 20)
+    kv = client.kv("k", create=True)
+    kv.write({b"long": bytes(1 << 16), b"short": b"1"})
+    source = kv.snapshot() if kind == "snapshot" else kv
+    with pytest.raises(OutOfRange, match="too long for one answer"):
+        source.get_many([b"long"] * 1_000)
+    keys = [b"short", b"none", b"long"] * 5 + [b"short"] * 100
+    assert source.get_many(keys) == [b"1", None, bytes(1 << 16)] * 5 + [b"1"] * 100
 
 
 def test_an_append_that_is_too_large_is_refused_alone(client: Client, store: Store) -> None:

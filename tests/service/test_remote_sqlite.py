@@ -19,6 +19,7 @@ import quire
 from quire.durable.failpoints import armed
 from quire.service import client_holdings
 from quire.service.client import Client
+from quire.service.frames import FrameReader
 from quire.service.handlers_sql import SQL
 from quire.sqlite import dbapi, statements
 from quire.store.store import Store
@@ -285,6 +286,60 @@ sys.stdin.read()
 """
 
 
+ENDLESS = "with recursive n(x) as (select 1 union all select x + 1 from n) select max(x) from n"
+
+
+def test_a_statement_of_a_client_that_vanished_is_interrupted(path: Path) -> None:
+    """Hazard: a killed client, or one that was interrupted, left its statement running at the owner, with the lock."""
+    with served(path, sql_transaction_seconds=3600.0) as (_, server), quire.connect(server.address) as other:
+        waiting = other.sqlite("shop", create=True, timeout=60)
+        waiting.execute("create table t(a)")
+        runner = process(RUNNER, server.address, f"insert into t {ENDLESS}")
+        assert line(runner) == "begins"
+        while not any(holding.lock.locked() for holding in list(server._service.holdings._all.values())):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        end(runner)  # SIGKILL
+        waiting.execute("insert into t values (2)")
+        waiting.commit()
+        assert waiting.execute("select a from t").fetchall() == [(2,)]
+
+
+RUNNER = """
+import sys, quire
+connection = quire.connect(sys.argv[1]).sqlite("shop")
+connection.execute("begin immediate")
+print("begins", flush=True)
+connection.execute(sys.argv[2])
+"""
+
+
+def test_closing_a_server_ends_a_running_statement(path: Path) -> None:
+    """Hazard: the owner did not end, for as long as a client's statement ran."""
+    with served(path, stop_seconds=0.1) as (_, server):
+        client = quire.connect(server.address, timeout=1)
+        shop = client.sqlite("shop", create=True, check_same_thread=False)
+        failures: list[str] = []
+
+        def run() -> None:
+            try:
+                shop.execute(ENDLESS)
+            except dbapi.OperationalError as error:
+                failures.append(str(error))
+
+        running = threading.Thread(target=run)
+        running.start()
+        while not any(holding.lock.locked() for holding in list(server._service.holdings._all.values())):
+            time.sleep(0.01)
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        running.join(30)
+        assert failures
+        client.close()
+
+
 def test_an_idle_transaction_is_rolled_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_holdings, "SWEEP_SECONDS", 0.02)
     with served(path, sql_transaction_seconds=0.1) as (_, server), quire.connect(server.address) as client:
@@ -351,6 +406,114 @@ def test_a_connection_survives_its_owner(path: Path) -> None:
     assert reading.execute("select a from t order by a").fetchall() == [(3,), (4,)]
     client.close()
     end(owner)
+
+
+def test_a_refused_value_leaves_the_transaction_open(open_shop: Connect, shop: dbapi.Connection) -> None:
+    """Hazard: a text that cannot be encoded, or a call that is too long, ended the transaction, and COMMIT succeeded
+    without it."""
+    shop.commit()
+    shop.execute("insert into t values (1, 'kept')")
+    with pytest.raises(UnicodeEncodeError):
+        shop.execute("insert into t values (2, ?)", ("\ud800",))
+    assert shop.in_transaction
+    shop.commit()
+    assert open_shop().execute("select a from t").fetchall() == [(1,)]
+
+
+@pytest.mark.parametrize("address", [None, "http://127.0.0.1:0"])
+def test_a_call_that_is_too_long_leaves_the_transaction_open(path: Path, address: str | None) -> None:
+    """Hazard: the owner closed the connection of such a frame, and COMMIT succeeded without the transaction."""
+    token = str(path / "admin.token") if address else ""
+    with (
+        served(path, address, body_bytes_max=1 << 17) as (_, server),
+        quire.connect(server.address, token_file=token) as client,
+    ):
+        shop = client.sqlite("shop", create=True)
+        shop.execute("create table t(a)")
+        shop.execute("insert into t values ('kept')")
+        with pytest.raises(dbapi.OperationalError, match="too long"):
+            shop.execute("insert into t values (?)", (b"x" * (1 << 18),))
+        shop.commit()
+        assert client.sqlite("shop").execute("select a from t").fetchall() == [("kept",)]
+
+
+def test_with_autocommit_off_a_refused_first_statement_leaves_the_transaction_open(client: Client) -> None:
+    """Hazard: its BEGIN was lost, and later statements committed one by one."""
+    client.sqlite("shop", create=True, isolation_level=None).execute("create table t(a)")
+    shop = client.sqlite("shop", autocommit=False)
+    with pytest.raises(UnicodeEncodeError):
+        shop.execute("insert into t values (?)", ("\ud800",))
+    shop.execute("insert into t values (1)")
+    shop.rollback()
+    assert shop.execute("select a from t").fetchall() == []
+
+
+@contextmanager
+def interrupting_answers() -> Iterator[None]:
+    """The answers of calls do not arrive before Ctrl-C."""
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrameReader, "frame", interrupt)
+        yield
+
+
+def test_an_interrupted_transaction_is_not_committed_silently(client: Client) -> None:
+    """Hazard: after Ctrl-C in a statement, COMMIT succeeded, although the transaction had been rolled back."""
+    shop = client.sqlite("shop", create=True)
+    shop.execute("create table t(a)")
+    shop.execute("insert into t values (1)")
+    with interrupting_answers(), pytest.raises(KeyboardInterrupt):
+        shop.execute("insert into t values (2)")
+    with pytest.raises(dbapi.OperationalError, match="the transaction was rolled back"):
+        shop.commit()
+    shop.execute("insert into t values (3)")
+    shop.commit()
+    with interrupting_answers(), pytest.raises(KeyboardInterrupt), shop:
+        shop.execute("insert into t values (4)")
+    assert shop.execute("select a from t").fetchall() == [(3,)]
+
+
+def test_an_interrupted_commit_is_reported_as_unknown(client: Client) -> None:
+    """Hazard: a second COMMIT, after one that was interrupted, claimed success."""
+    shop = client.sqlite("shop", create=True)
+    shop.execute("create table t(a)")
+    shop.execute("insert into t values (1)")
+    with interrupting_answers(), pytest.raises(KeyboardInterrupt):
+        shop.commit()
+    with pytest.raises(dbapi.OperationalError, match="whether the transaction was committed is unknown"):
+        shop.commit()
+
+
+def test_a_lost_statement_fails_once_and_later_ones_run(server: Any, client: Client) -> None:
+    """Hazard: on a connection without implicit transactions, all later writes failed with `its effect is unknown`, too."""
+    shop = client.sqlite("shop", create=True, isolation_level=None)
+    shop.execute("create table t(a)")
+    shop.execute("insert into t values (1)")
+    unknown = pytest.raises(dbapi.OperationalError, match="whether it took effect is unknown")
+    with losing_connection(server, passed=0), unknown:
+        shop.execute("insert into t values (1)")
+    shop.execute("insert into t values (1)")
+    assert shop.execute("select count(*) from t").fetchall() == [(3,)]
+
+
+def test_with_autocommit_off_a_lost_transaction_can_be_rolled_back_and_the_next_begins(
+    server: Any, client: Client
+) -> None:
+    """Hazard: `rollback` failed for want of a transaction, so none began again, and later statements committed one by
+    one."""
+    shop = client.sqlite("shop", create=True, autocommit=False)
+    shop.execute("create table t(a)")
+    shop.commit()
+    shop.execute("insert into t values (1)")
+    with losing_connection(server, passed=0), pytest.raises(dbapi.OperationalError, match="rolled back"):
+        shop.execute("insert into t values (1)")
+    shop.rollback()
+    shop.execute("insert into t values (2)")
+    shop.rollback()
+    assert shop.execute("select a from t").fetchall() == []
 
 
 def test_dbapi_connects_through_the_server_of_another_process(path: Path) -> None:

@@ -81,14 +81,14 @@ def append(
 ) -> Note:
     """Append records: the arguments, or the lines of stdin."""
     with suggesting_create(), _open(cli, database, create=create) as stream:
-        first = stream.hot.next_record
         if record:
-            stream.append([text.encode("utf-8", "surrogateescape") for text in record])
-        else:
-            while lines := [line.rstrip(b"\n") for line in islice(sys.stdin.buffer, LINES_PER_APPEND)]:
-                stream.append(lines).result()
-        end = stream.sync()
-    return appended(database, first, end - first)
+            first = stream.append([text.encode("utf-8", "surrogateescape") for text in record]).result()
+            return appended(database, first, len(record))
+        first, count = stream.end_record, 0
+        while lines := [line.rstrip(b"\n") for line in islice(sys.stdin.buffer, LINES_PER_APPEND)]:
+            first_of_lines = stream.append(lines).result()
+            first, count = first if count else first_of_lines, count + len(lines)
+    return appended(database, first, count)
 
 
 def appended(database: str, first: int, count: int) -> Note:

@@ -131,3 +131,5 @@ class CallContext:
     """The id that the client sends: its holdings at the owner are found by it (`client_holdings.py`)."""
     is_local: bool = False
     """Whether it came through the Unix socket."""
+    has_left: Callable[[], bool] = lambda: False
+    """Returns whether the client has left."""

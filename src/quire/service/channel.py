@@ -126,6 +126,8 @@ class Channel:
         if token_file:
             headers[TOKEN_HEADER] = f"Bearer {read_token(token_file)}"
         self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self.body_bytes_max: int | None = None
+        """The most bytes of a call that the owner takes; `None` before it has been asked."""
         self._own: Carrier[Any] | None = None
         if parts.scheme == "grpc+unix":
             self._own = FrameCarrier(parts.path, client, WIRE_VERSION)
@@ -212,6 +214,10 @@ class Channel:
         """Execute an action and return its result. `key` is the caller's own idempotency key, where the action takes one."""
         name = action.name
         body = write_call(key or (os.urandom(16) if action.keyed else b""), request)
+        if self.body_bytes_max is not None and len(body) > self.body_bytes_max:
+            # Not left to the owner: it closes the connection of a frame that is too long, and with it the client's holdings.
+            hint = "send less in one call, or raise service.body_bytes_max at the owner"
+            raise InvalidInput("the call is too long", hint=hint, bytes=len(body), max=self.body_bytes_max)
         trace = current_traceparent()
         headers = [*self._headers, (TRACE_HEADER.encode(), trace.encode())] if trace else self._headers
 

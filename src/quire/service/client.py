@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, Unpack
 from weakref import WeakSet
@@ -118,6 +118,7 @@ class Client:
         try:
             self.server: Hello = channel.call("hello", m.Nothing())
             """The identity and limits of the server, as of connecting."""
+            channel.body_bytes_max = self.server.body_bytes_max
         except BaseException:
             channel.close()
             raise
@@ -144,12 +145,14 @@ class Client:
         return self.server.object_prefixes
 
     def close(self) -> None:
-        """Send queued appends and batches, and disconnect. Idempotent."""
-        for stream in list(self._streams):
-            stream.close()
-        self._renewing.close()
-        self._pipeline.close()
-        self._channel.close()
+        """Send queued appends and batches, and disconnect. Idempotent. Raises the error of an append that failed and whose
+        result nobody has asked for."""
+        with ExitStack() as closing:  # all of it, even if an append has failed
+            closing.callback(self._channel.close)
+            closing.callback(self._pipeline.close)
+            closing.callback(self._renewing.close)
+            for stream in list(self._streams):
+                closing.callback(stream.close)
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,8 @@ Rules
      because a connection may break while the client lives on. A client that uses Flight keeps them until `IDLE_SECONDS` after
      the last use.
   3. A client has at most `PER_CLIENT_MAX` holdings, all clients together `ALL_MAX`.
-  4. A holding is used by one call at a time, and is never closed during a call.
+  4. A holding is used by one call at a time, and is never closed during a call. A call that uses a resource which is to be
+     closed, or whose caller has left, is interrupted if the resource allows it.
 
 Threads: any; a sweeper thread, started with the first holding, ends expired ones.
 Raises `LeaseExpired` for a holding that does not exist or has ended, `Overloaded`.
@@ -29,6 +30,8 @@ from quire.core.events import emit
 GRACE_SECONDS = 10.0
 IDLE_SECONDS = 30.0
 SWEEP_SECONDS = 1.0
+INTERRUPT_SECONDS = 0.1
+"""How long a resource that is to be closed waits for the call that uses it, before it interrupts that call."""
 PER_CLIENT_MAX = 256
 ALL_MAX = 4_096
 
@@ -39,6 +42,14 @@ class Idling(Protocol):
 
     def on_idle(self, seconds: float) -> None:
         """Called by the sweeper with the time since the last use."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A resource whose calls can be interrupted."""
+
+    def interrupt(self) -> None:
+        """Make the call that uses the resource fail; do nothing if there is none. Called by any thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +68,26 @@ class Holding:
     """Whether its client has, or had, its own connection."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_closed: bool = False
+    has_left: Callable[[], bool] | None = None
+    """Returns whether the caller of the call that uses it has left; `None` if nobody waits to know."""
+
+    def interrupt(self) -> None:
+        """Interrupt the call that uses the resource, if its kind can be."""
+        if isinstance(self.value, Interruptible):
+            self.value.interrupt()
 
     def end(self) -> None:
-        """Close the resource. REQUIRES the lock."""
-        if not self.is_closed:
-            self.is_closed = True
-            try:
+        """Close the resource, after the call that uses it (rule 4)."""
+        while not self.lock.acquire(timeout=INTERRUPT_SECONDS):
+            self.interrupt()  # repeatedly: the call may just have begun, or have several statements
+        try:
+            if not self.is_closed:
+                self.is_closed = True
                 self.value.close()
-            except Exception as error:  # whatever its kind raises: it has ended, and so must the holdings after it
-                emit("warning", "service.holding_not_closed", kind=self.kind, error=str(error))
+        except Exception as error:  # whatever its kind raises: it has ended, and so must the holdings after it
+            emit("warning", "service.holding_not_closed", kind=self.kind, error=str(error))
+        finally:
+            self.lock.release()
 
 
 class Holdings:
@@ -102,17 +124,20 @@ class Holdings:
         return holding.holding_id
 
     @contextmanager
-    def use(self, client: str, holding_id: str, kind: str) -> Iterator[Any]:
-        """Yield the resource and keep it open for the duration of the block (rules 1 and 4)."""
+    def use(self, client: str, holding_id: str, kind: str, has_left: Callable[[], bool] | None = None) -> Iterator[Any]:
+        """Yield the resource and keep it open for the duration of the block (rules 1 and 4). The block is interrupted if
+        `has_left` returns true: its caller has left."""
         holding = self._all.get(holding_id)
         if holding is None or holding.client != client or holding.kind != kind:
             raise _ended(kind)
         with holding.lock:
             if holding.is_closed:
                 raise _ended(kind)
+            holding.has_left = has_left
             try:
                 yield holding.value
             finally:
+                holding.has_left = None
                 holding.used_at = holding.seen_at = self._clock.monotonic()
 
     def peek(self, client: str, holding_id: str, kind: str) -> Any:
@@ -135,8 +160,7 @@ class Holdings:
                 return
             # Before its lock is taken: a call in progress ends first, and no later call finds the holding.
             del self._all[holding_id]
-        with holding.lock:
-            holding.end()
+        holding.end()
 
     def end_client(self, client: str, kind: str) -> None:
         """Close the holdings of one kind at once: the client's last connection has ended."""
@@ -156,21 +180,26 @@ class Holdings:
                 del self._all[holding.holding_id]
         self._end(gone)
         for holding in holdings:
-            # Never waits: a call that uses the holding may take as long as its statement.
-            if isinstance(holding.value, Idling) and holding.lock.acquire(blocking=False):
-                try:
-                    if not holding.is_closed:
-                        holding.value.on_idle(now - holding.used_at)
-                except Exception as error:  # of this holding: the next ones are still told
-                    _emit_bug(error)
-                finally:
-                    holding.lock.release()
+            try:
+                self._look_after(holding, now)
+            except Exception as error:  # of this holding: the next ones are still looked after
+                _emit_bug(error)
         return len(gone)
+
+    def _look_after(self, holding: Holding, now: float) -> None:
+        # Never waits: a call that uses the holding may take as long as its statement.
+        if holding.lock.acquire(blocking=False):
+            try:
+                if isinstance(holding.value, Idling) and not holding.is_closed:
+                    holding.value.on_idle(now - holding.used_at)
+            finally:
+                holding.lock.release()
+        elif (has_left := holding.has_left) is not None and has_left():
+            holding.interrupt()
 
     def _end(self, gone: list[Holding]) -> None:
         for holding in gone:
-            with holding.lock:
-                holding.end()
+            holding.end()
             emit("info", "service.holding_ended", kind=holding.kind)
 
     def _has_expired(self, holding: Holding, now: float) -> bool:
@@ -195,8 +224,7 @@ class Holdings:
         with self._lock:
             holdings, self._all = list(self._all.values()), {}
         for holding in holdings:
-            with holding.lock:
-                holding.end()
+            holding.end()
 
 
 def _emit_bug(error: Exception) -> None:

@@ -69,8 +69,10 @@ class FrameContext:
 
     def is_cancelled(self) -> bool:
         """Return whether the client has hung up."""
+        if (descriptor := self._connection.fileno()) < 0:
+            return True
         poll = select.poll()
-        poll.register(self._connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        poll.register(descriptor, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
 
 
@@ -137,9 +139,18 @@ class FrameServer:
             if is_full:
                 self._refuse(connection)
                 continue
+            self._start(connection)
+
+    def _start(self, connection: socket.socket) -> None:
+        """Start the thread of a connection."""
+        try:
             # The name does not begin with "quire-": those threads never wait for the archive (`core/barrier.py`), but a call
             # must if the mode is `sync` (A9).
             threading.Thread(target=self._serve, args=(connection,), name="frames-call", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads: later connections may find one
+            emit("warning", "service.no_thread", error=str(error))
+            self._refuse(connection)
+            self._ended(connection, "")
 
     def _refuse(self, connection: socket.socket) -> None:
         with self._changed:

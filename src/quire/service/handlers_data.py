@@ -17,6 +17,7 @@ from quire.lsm.reading import KvSnapshot
 from quire.service import data_actions as d
 from quire.service.api import CallContext, StoreApi
 from quire.service.client_holdings import Holdings
+from quire.service.frames import ANSWER_BYTES_MAX
 from quire.service.tickets import OfConsumer
 from quire.stream.spans import StreamRecord
 from quire.stream.state import Consumer, Retention
@@ -26,6 +27,10 @@ SNAPSHOT = "snapshot"
 """The kind of a holding: a snapshot of a key-value set."""
 KEYS_MAX = 65_536
 """The most keys per call."""
+KEYS_AT_ONCE = 64
+"""The keys that are read before the size of their values is compared with the limit."""
+VALUES_BYTES_MAX = ANSWER_BYTES_MAX // 2
+"""The most bytes of values per call: a key may be requested many times, and no client takes a longer answer."""
 WAIT_PIECE_SECONDS = 0.25
 """How often a long poll checks whether the server stops or its client has left; a new record wakes it at once."""
 
@@ -174,7 +179,19 @@ def _values(kv: Kv | KvSnapshot, keys: list[bytes]) -> list[bytes | None]:
         return [kv.get(keys[0])]
     if len(keys) > KEYS_MAX:
         raise OutOfRange("too many keys for one call", hint="request fewer at once", keys=len(keys), max=KEYS_MAX)
-    return kv.get_many(keys)
+    if isinstance(kv, Kv):
+        with kv.snapshot() as snapshot:
+            return _values(snapshot, keys)
+    values: list[bytes | None] = []
+    size = 0
+    for start in range(0, len(keys), KEYS_AT_ONCE):
+        some = kv.get_many(keys[start : start + KEYS_AT_ONCE])
+        size += sum(len(value) for value in some if value is not None)
+        if size > VALUES_BYTES_MAX:
+            hint = "request fewer keys at once"
+            raise OutOfRange("the values are too long for one answer", hint=hint, keys=len(keys), max=VALUES_BYTES_MAX)
+        values += some
+    return values
 
 
 def _pairs(snapshot: KvSnapshot, request: d.ScanPairs) -> tuple[d.PairPage, bool]:

@@ -5,7 +5,9 @@ Rules
      policy of remote users (W5), and a caller that may only read gets a read-only connection.
   2. A statement waits for its lock in the thread of its caller, and takes no place from other calls meanwhile (`server.py`):
      the holder of the lock always finds a thread for its COMMIT.
-  3. When a client's last connection ends, its SQL connections are closed at once: uncommitted changes are rolled back.
+  3. When a client's last connection ends, its SQL connections are closed at once: uncommitted changes are rolled back. On the
+     owner's machine its running statements are interrupted. Over a network a statement runs on, for the time that it has at
+     most: a client whose connection broke sends its call again, and gets the answer.
 
 Threads: any; one call is one thread.
 """
@@ -76,7 +78,8 @@ class SqlHandlers:
 
     @contextmanager
     def _connection(self, connection: str, call: CallContext) -> Iterator[ServedConnection]:
-        with self._holdings.use(call.client, connection, SQL) as served:
+        has_left = call.has_left if call.is_local else None
+        with self._holdings.use(call.client, connection, SQL, has_left) as served:
             yield served
 
     def do_sql_prepare(self, request: s.PrepareSql, call: CallContext) -> SqlAnswer:

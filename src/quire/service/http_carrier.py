@@ -9,6 +9,7 @@ Threads: as in `carrier.py`. Raises what `carrier.py` raises, `InvalidInput` for
 
 from __future__ import annotations
 
+import os
 import ssl
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPSConnection
@@ -18,8 +19,8 @@ import msgspec
 from quire.core.errors import Incompatible, InvalidInput
 from quire.durable.files import translated
 from quire.service.carrier import CallBroken, Carrier
-from quire.service.frames import ANSWER_BYTES_MAX
-from quire.service.wire import TRACE_HEADER, ErrorForm, RemoteError
+from quire.service.frames import ANSWER_BYTES_MAX, CLIENT_BYTES
+from quire.service.wire import CLIENT_HEADER, TRACE_HEADER, ErrorForm, RemoteError
 
 PATH = "/v1/call/"
 SCHEMES = {"http": 80, "https": 443}
@@ -46,6 +47,10 @@ class HttpCarrier(Carrier[HTTPConnection]):
         self._port = port or SCHEMES[scheme]
         self._headers = {**headers, "content-type": CALL_TYPE}
         self._tls = _tls(tls_ca_file) if scheme == "https" else None
+
+    def _after_fork(self) -> None:
+        # The child is another client: as the same one it would use, and close, what the parent holds at the owner.
+        self._headers[CLIENT_HEADER] = os.urandom(CLIENT_BYTES).hex()
 
     def _connect(self, seconds: float) -> HTTPConnection:
         if self._tls is None:
@@ -75,6 +80,8 @@ class HttpCarrier(Carrier[HTTPConnection]):
             whole = answer.read(bytes_max + 1)
         if len(whole) > bytes_max:
             raise CallBroken(f"an answer of more than {bytes_max:,} bytes")
+        if answer.length:  # a read with a limit returns what there is, without an error
+            raise CallBroken("the connection broke during the answer")
         if is_ours:
             return whole
         raise _refused(answer.status, whole)

@@ -2,6 +2,8 @@
 
 On the owner's machine an open connection shows that the client lives, and nothing is renewed.
 
+The child of a fork() is another client, and holds nothing.
+
 Threads: any, and one renewal thread. `forget` may be called by a finalizer, so it takes no lock.
 """
 
@@ -15,6 +17,7 @@ from quire.core.errors import LeaseExpired, QuireError
 from quire.core.events import emit
 from quire.service import data_actions as d
 from quire.service.channel import Channel
+from quire.service.client_forks import reset_after_fork
 
 RENEW_SECONDS = 8.0
 """Several renewals fit into `client_holdings.IDLE_SECONDS`."""
@@ -25,6 +28,10 @@ class LeaseRenewal:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        reset_after_fork(self, LeaseRenewal._reset)
+
+    def _reset(self) -> None:
+        """Hold nothing: see `client_forks.py`."""
         self._over = threading.Event()
         self._forgotten: deque[str] = deque()
         # guarded by _lock

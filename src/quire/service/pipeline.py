@@ -32,6 +32,7 @@ from quire.manifest.guard import Receipt
 from quire.manifest.ops.base import Op
 from quire.service import messages as m
 from quire.service.channel import Channel
+from quire.service.client_forks import reset_after_fork
 from quire.service.wire import error_of
 
 QUEUED_OPS_MAX = 16_384
@@ -86,6 +87,10 @@ class Pipeline:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        reset_after_fork(self, Pipeline._reset)
+
+    def _reset(self) -> None:
+        """Start with an empty queue: see `client_forks.py`."""
         # guarded by _changed
         self._changed = threading.Condition()
         self._queue: deque[_QueuedBatch] = deque()

@@ -9,20 +9,24 @@ Rules
   2. A connection ends at its owner with its client or its server, and uncommitted changes are rolled back. The next statement
      opens another connection. A statement that was in progress is run again only if that changes nothing: if it reads outside a
      transaction, or is the first of one. Otherwise `OperationalError` states what is known; the outcome of a COMMIT is unknown.
-  3. The time of a statement is bounded by `STATEMENT_SECONDS` only; an owner that is gone has the channel's time to return.
+  3. A call that is refused before it runs leaves the connection and its transaction as they are. After any other failure, an
+     interrupt included, the connection is abandoned. If a transaction was open, the next statement other than ROLLBACK
+     reports that it was rolled back: a COMMIT must not succeed without it.
+  4. The time of a statement is bounded by `STATEMENT_SECONDS` only; an owner that is gone has the channel's time to return.
 
 Threads: one at a time, except for `interrupt`. Raises errors of PEP 249, with SQLite's codes.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from itertools import islice
 from typing import Any
 
-from quire.core.errors import InvalidInput, LeaseExpired, QuireError
+from quire.core.errors import AccessDenied, InvalidInput, LeaseExpired, QuireError, Unauthenticated
 from quire.service import sql_actions as s
 from quire.service.channel import Channel
 from quire.service.data_actions import OfHolding
@@ -36,6 +40,11 @@ STATEMENT_SECONDS = 7 * 86_400.0
 MANY_ROWS = 1_024
 """Rows of `executemany` that are sent in one call."""
 MANY_BYTES = 1 << 20
+_NOT_RUN = (InvalidInput, AccessDenied, Unauthenticated, UnicodeEncodeError)
+"""Errors of calls that could not be sent, or that the owner refused before it looked at their connection."""
+_ABANDONED = "abandoned"
+"""Instead of a connection's id. No holding has it: the next call gets `LeaseExpired`, and opens another connection."""
+_COMMITS = re.compile(r"\s*(commit|end|release)\b", re.IGNORECASE)
 _EXACT = frozenset({int, float, str, bytes, type(None)})
 _BUILTIN: dict[str, type[Exception]] = {
     "OverflowError": OverflowError,
@@ -78,6 +87,8 @@ class RemoteDriver:
         self._closed: deque[int] = deque()
         """Cursors that the owner may close: appended by finalizers, which take no lock."""
         self._state = SqlAnswer(True, 0, 0, 0)
+        self._may_have_committed = False
+        """Whether the call that abandoned the connection may have committed its transaction."""
         self._open()
 
     def _new_cursor(self) -> DriverCursor:
@@ -115,6 +126,8 @@ class RemoteDriver:
         if self._begin and sql in ("COMMIT", "ROLLBACK"):
             self._begin = ""
             return
+        if sql == "ROLLBACK" and self._state.is_autocommit:
+            return  # the owner has rolled it back, and an earlier statement has reported that
         closed = self.take_closed()
         is_safe = sql == "ROLLBACK"
         self.ask(
@@ -155,30 +168,48 @@ class RemoteDriver:
         self._renewing.add(self.connection)
         self._state = SqlAnswer(True, 0, 0, 0)
 
-    def ask(self, action: str, request: Callable[[], Any], *, is_safe: bool | None, what: str = "") -> SqlAnswer:
+    def ask(
+        self, action: str, request: Callable[[], Any], *, is_safe: bool | None, what: str = "", begin: str = ""
+    ) -> SqlAnswer:
         """Send a call and return its answer.
 
         If the connection was lost outside a transaction, the call is sent again if `is_safe`; with `None`, if the owner reports
-        that the statement `what` only reads.
+        that the statement `what` only reads. If the call is not run, the BEGIN in it is sent with the next one.
         """
-        was_autocommit = self._state.is_autocommit
+        may_commit = action == "sql.script" or _COMMITS.match(what) is not None
         self.number += 1
         try:
-            try:
-                answer = self._answer(action, request)
-            except LeaseExpired as lost:
-                self._renewing.discard(self.connection)
-                self._open()
-                if not was_autocommit or not (self._only_reads(what) if is_safe is None else is_safe):
-                    raise _lost(was_autocommit, what) from lost
-                answer = self._answer(action, request)
-        except BaseException:
-            self._leave()  # interrupted, or given up: the state of the connection is unknown
+            answer = self._answer_reopened(action, request, is_safe, what, may_commit)
+        except _NOT_RUN:
+            self._begin = begin or self._begin
+            raise
+        except errors.OperationalError:
+            raise  # the connection was lost, and another one is open
+        except BaseException:  # interrupted, or given up: whether it runs is unknown
+            self._abandon(may_commit)
             raise
         self._state = answer
         if answer.error is not None:
             raise _raised(answer.error)
         return answer
+
+    def _answer_reopened(
+        self, action: str, request: Callable[[], Any], is_safe: bool | None, what: str, may_commit: bool
+    ) -> SqlAnswer:
+        """Return the answer to a call; if its connection does not exist any more, open another one (rule 2)."""
+        was_autocommit, was_abandoned = self._state.is_autocommit, self.connection == _ABANDONED
+        try:
+            return self._answer(action, request)
+        except LeaseExpired as lost:
+            self._renewing.discard(self.connection)
+            self._open()
+            if what == "ROLLBACK":
+                return self._state  # it was rolled back with its connection
+            if was_abandoned:  # this call has not been run
+                may_commit, is_safe = self._may_have_committed, action != "sql.fetch"
+            if not was_autocommit or not (self._only_reads(what) if is_safe is None else is_safe):
+                raise _lost(was_autocommit, what, may_commit) from lost
+        return self._answer(action, request)
 
     def _only_reads(self, sql: str) -> bool:
         """Ask the owner whether a statement only reads. Only SQLite knows: `WITH … DELETE` and `PRAGMA user_version = 1` begin
@@ -190,12 +221,11 @@ class RemoteDriver:
     def _answer(self, action: str, request: Callable[[], Any]) -> SqlAnswer:
         return self._channel.call(action, request(), timeout=STATEMENT_SECONDS, attempt_seconds=STATEMENT_SECONDS)
 
-    def _leave(self) -> None:
-        """Abandon the connection, so that the next statement opens another one."""
-        left, self._state = self.connection, SqlAnswer(True, 0, 0, 0)
-        self._renewing.forget(left)
-        # No holding has this id: the next call gets `LeaseExpired`, and opens another connection.
-        self.connection = "left"
+    def _abandon(self, may_commit: bool) -> None:
+        """Abandon the connection. The state is kept: it says whether a transaction was open (rule 3)."""
+        if self.connection != _ABANDONED:
+            self._renewing.forget(self.connection)
+            self.connection, self._may_have_committed = _ABANDONED, may_commit
 
 
 class _RemoteCursor:
@@ -221,6 +251,7 @@ class _RemoteCursor:
             lambda: s.ExecuteSql(driver.connection, driver.number, self._id, sql, values, begin, closed),
             is_safe=True if begin else None,
             what=sql,
+            begin=begin,
         )
         self._rows, self._columns, self._is_over = iter(answer.rows), answer.columns or (), answer.is_over
         return self
@@ -237,6 +268,7 @@ class _RemoteCursor:
                 lambda: s.ManySql(driver.connection, driver.number, sql, rows, begin, closed),  # noqa: B023 - called here
                 is_safe=bool(begin),
                 what=sql,
+                begin=begin,
             )
             self.changed_by_many += answer.changed
         return self
@@ -323,13 +355,12 @@ def _raised(error: SqlError) -> Exception:
     return raised
 
 
-def _lost(was_autocommit: bool, what: str) -> errors.OperationalError:
+def _lost(was_autocommit: bool, what: str, may_commit: bool) -> errors.OperationalError:
     """Return the error of a call whose connection was lost: it states what is known (rule 2)."""
     gone = "the connection to the store's owner was lost"
-    if what == "COMMIT":
-        return errors.OperationalError(f"{gone} during COMMIT: whether the transaction was committed is unknown")
     if not was_autocommit:
-        return errors.OperationalError(f"{gone}: the transaction was rolled back; begin it again")
+        known = "whether the transaction was committed is unknown" if may_commit else "the transaction was rolled back"
+        return errors.OperationalError(f"{gone}: {known}" + ("" if may_commit else "; begin it again"))
     if what == "fetch":
         return errors.OperationalError(f"{gone}: the remaining rows must be queried again")
     return errors.OperationalError(f"{gone} while a statement ran: whether it took effect is unknown")

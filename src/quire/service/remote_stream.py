@@ -2,8 +2,8 @@
 
 Appends are queued and sent together: by a thread that waits for a result, by an append that makes the queue too large, and by a
 background thread for the rest. The records of one call become durable together, and once: the call carries an idempotency key
-that is written with them. Reads and tails fetch pages. A connection may break between two pages unnoticed, because records
-never change.
+that is written with them. An append that fails is reported by its result, or else by the next `sync` or `close`. Reads and
+tails fetch pages. A connection may break between two pages unnoticed, because records never change.
 
 Threads: any; an iterator belongs to one thread. Raises what a stream in this process raises, and what the channel raises.
 """
@@ -16,12 +16,13 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from quire.core.errors import InvalidInput, OutOfRange, QuireError, StoreClosed, TimedOut
+from quire.core.errors import InternalError, InvalidInput, OutOfRange, QuireError, StoreClosed, TimedOut
 from quire.core.limits import IDEMPOTENCY_KEY_BYTES
 from quire.core.waiting import in_thread
 from quire.service import data_actions as d
 from quire.service import tickets
 from quire.service.channel import Channel
+from quire.service.client_forks import reset_after_fork
 from quire.service.data_actions import STREAM_TAIL
 from quire.stream.append_buffer import Records, check_records
 from quire.stream.spans import StreamRecord
@@ -77,12 +78,15 @@ class RemoteAppended:
         if not self._is_settled:
             self._stream.settle(self)
         if self._error is not None:
+            self._stream.unreported.pop(self, None)
             raise self._error.with_traceback(None)
         return self._first
 
     def end(self, first: int, error: QuireError | None) -> None:
         """Record the outcome. Called by the stream."""
         self._first, self._error, self.payloads = first, error, []
+        if error is not None:
+            self._stream.unreported[self] = None
         self._is_settled = True
 
     def __await__(self) -> Generator[Any, None, int]:
@@ -99,12 +103,18 @@ class RemoteStream:
         self._channel = channel
         self.name = name
         self._bytes_max = body_bytes_max
+        reset_after_fork(self, RemoteStream._reset)
+
+    def _reset(self) -> None:
+        """Start with an empty queue: see `client_forks.py`."""
         # held while sending, so that appends arrive in the order in which they were made
         self._sending = threading.Lock()
         # guarded by _lock, which is taken after _sending
         self._lock = threading.Lock()
         self._append_queue: deque[RemoteAppended] = deque()
         self._append_queue_bytes = 0
+        self.unreported: dict[RemoteAppended, None] = {}
+        """Failed appends whose error nobody has been told yet."""
         self._closed = False
         self._sender: threading.Thread | None = None
         self._appends_queued = threading.Event()
@@ -143,8 +153,9 @@ class RemoteStream:
         """Send queued appends until this one has ended. A thread that waits for the lock finds most of them already sent."""
         while not appended.is_settled:
             with self._sending:
-                if not appended.is_settled:
-                    self._send_one_call()
+                if not appended.is_settled and not self._send_one_call():
+                    # It is not queued, and nobody is sending it: the process that appended it was this one's parent.
+                    appended.end(-1, TimedOut("the append was interrupted", hint="it may still take effect"))
 
     def _send_one_call(self) -> bool:
         """Send the appends that fit into one call; return False if the queue is empty. REQUIRES `_sending`."""
@@ -173,12 +184,15 @@ class RemoteStream:
             if len(call_appends) > 1:
                 for appended in call_appends:
                     self._send([appended])
-                return
         except QuireError as failed:
             error = failed
+        except (
+            Exception
+        ) as bug:  # whatever it is, every waiting caller must get an error, and the background thread go on
+            error = InternalError(f"a bug in quire: {type(bug).__name__}: {bug}")
         finally:
-            if not all(appended.is_settled for appended in call_appends):
-                for appended in call_appends:
+            for appended in call_appends:
+                if not appended.is_settled:
                     appended.end(first, None if first >= 0 else error)
                     first += appended.count if first >= 0 else 0
 
@@ -191,13 +205,24 @@ class RemoteStream:
             self._send_all()
 
     def _send_all(self) -> None:
-        while self._append_queue:
+        """Send the queued appends, and wait for those that another thread is sending."""
+        is_sending = True
+        while is_sending:
             with self._sending:
-                self._send_one_call()
+                is_sending = self._send_one_call()
+
+    def _report(self) -> None:
+        """Raise the error of the first failed append whose result nobody has asked for."""
+        with self._lock:
+            failed, self.unreported = list(self.unreported), {}
+        if failed:
+            failed[0].result()
 
     def sync(self) -> int:
-        """Wait until every append is durable and return the id after the last record."""
+        """Wait until every append is durable and return the id after the last record. Raises the error of an append that
+        failed and whose result nobody has asked for."""
         self._send_all()
+        self._report()
         return self._channel.call("stream.sync", d.OfName(self.name))
 
     def seal(self) -> bool:
@@ -206,13 +231,15 @@ class RemoteStream:
         return self._channel.call("stream.seal", d.OfName(self.name))
 
     def close(self) -> None:
-        """Send the queued appends and stop the background thread. Idempotent. The client does this when it is closed."""
+        """Send the queued appends and stop the background thread; raise as `sync` does. Idempotent. The client does this when
+        it is closed."""
         with self._lock:
             self._closed = True
         self._appends_queued.set()
         self._send_all()
         if self._sender is not None:
             self._sender.join()
+        self._report()
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _marks(self) -> d.StreamMarks:

@@ -269,8 +269,11 @@ class Service:
             gate.check_database(context, name, request.name, writes=action.writes)
         admission = context.get_middleware(MIDDLEWARE)
 
+        def has_left() -> bool:
+            return bool(context.is_cancelled())
+
         def is_over() -> bool:
-            return self._stopping.is_set() or bool(context.is_cancelled())
+            return self._stopping.is_set() or has_left()
 
         with (
             self._limit_of(name),
@@ -279,7 +282,7 @@ class Service:
         ):
             handler, called = (
                 self._handlers.of(name),
-                CallContext(key, admission.grant, is_over, admission.client, gate.is_local),
+                CallContext(key, admission.grant, is_over, admission.client, gate.is_local, has_left),
             )
             if (barrier := self._manifest.barrier) is None or not action.writes:
                 return handler(request, called)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quire.core.errors import TooManyReaders
 from quire.manifest.ops.base import Counter, ReserveIds
+from quire.service.signed_tokens import create_token
 from quire.service.web import hub as hubs
 from quire.service.web.hub import CHANGES_MAX, QUEUE_MAX, Hub, Subscriber
 from quire.service.web.server import WebServer
@@ -63,6 +66,49 @@ def test_an_idle_store_sends_heartbeats(anonymous: HttpClient, store: Store, mon
     page = Events(anonymous)
     try:
         assert page.until("beat")["head"] == store.feed.head()
+    finally:
+        page.close()
+
+
+def test_live_updates_go_on_after_an_error(
+    anonymous: HttpClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the hub ended for good when the store had no reader slot for a moment: no page had live updates any more."""
+    make_round, errors = Hub._round, [TooManyReaders("all reader slots are in use")]
+
+    def fail_once(hub: Hub, seen: int, head: int) -> dict[str, Any]:
+        if errors:
+            raise errors.pop()
+        return make_round(hub, seen, head)
+
+    monkeypatch.setattr(Hub, "_round", fail_once)
+    first = Events(anonymous)
+    try:
+        first.until("hello")
+        store.create("shop", "pages")
+        while first.next()[0]:
+            pass  # until the stream ends: the page reconnects
+    finally:
+        first.close()
+    second = Events(anonymous)
+    try:
+        second.until("hello")
+        store.create("cart", "pages")
+        assert second.until("changes")["changes"][-1]["databases"] == ["cart"]
+    finally:
+        second.close()
+
+
+def test_live_updates_end_when_their_token_expires(
+    web: WebServer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a page that was open when its token expired went on receiving every change."""
+    monkeypatch.setattr(hubs, "BEAT_SECONDS", 0.1)
+    page = Events(HttpClient(web.address, create_token(store.path, [], read_only=True, ttl_seconds=2)))
+    try:
+        assert page.until("hello")["head"] == store.feed.head()
+        wait_for_pages(web, 1)
+        wait_for_pages(web, 0)
     finally:
         page.close()
 

@@ -94,8 +94,9 @@ class Dashboard:
 
     # ── live updates ──────────────────────────────────────────────────────────────────────────────────────────────────
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the hub's events until the page is closed or the server stops."""
-        self._context.gate.grant(Request(scope)).check_read_all()
+        """Send the hub's events until the page is closed, its token expires or the server stops."""
+        grant = self._context.gate.grant(Request(scope))
+        grant.check_read_all()
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         try:
             place = await self._context.call(self._hub.join, _from_other_threads(loop, news))
@@ -106,15 +107,15 @@ class Dashboard:
         try:
             headers = [(b"content-type", b"text/event-stream"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": int(HTTPStatus.OK), "headers": headers})
-            await _tell(place, news, leaving, send)
+            await _tell(place, news, lambda: leaving.done() or grant.is_expired, send)
             await send({"type": "http.response.body"})
         finally:
             leaving.cancel()
             self._hub.leave(place)
 
 
-async def _tell(place: Subscriber, news: asyncio.Event, leaving: asyncio.Task[None], send: Send) -> None:
-    while not leaving.done() and (events := place.take()) is not None:
+async def _tell(place: Subscriber, news: asyncio.Event, is_over: Callable[[], bool], send: Send) -> None:
+    while not is_over() and (events := place.take()) is not None:
         if events:
             message: Message = {"type": "http.response.body", "body": events, "more_body": True}
             await send(message)

@@ -122,26 +122,30 @@ class Hub:
         """End all subscriptions and the thread."""
         with self._wanted:
             self._stopping = True
-            for place in self._places:
-                place.end()
             self._wanted.notify_all()
             thread = self._thread
+        self._end_all()
         if thread is not None:
             thread.join(BEAT_SECONDS + 5)
 
     # ── the hub's thread ──────────────────────────────────────────────────────────────────────────────────────────────
     def _run(self) -> None:
-        try:
-            while self._wait_for_places():
+        while self._wait_for_places():
+            try:
                 self._follow()
-        except QuireError as error:  # the store is closed, or its writer has failed: pages notice at their next request
-            emit("info", "web.hub_ended", error=error.what)
-        except Exception as error:
-            emit("error", "web.bug", where="hub", error=f"{type(error).__name__}: {error}")
+            except QuireError as error:  # the store has no reader slot for a moment, say, or it is closed
+                emit("info", "web.hub_failed", error=error.what)
+                self._end_all()
+            except Exception as error:
+                emit("error", "web.bug", where="hub", error=f"{type(error).__name__}: {error}")
+                self._end_all()
+
+    def _end_all(self) -> None:
+        """End all subscriptions. The pages reconnect and request their data again."""
         with self._wanted:
-            self._stopping = True
             for place in self._places:
                 place.end()
+            self._places.clear()
 
     def _wait_for_places(self) -> bool:
         with self._wanted:
