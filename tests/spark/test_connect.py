@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pyspark.errors import PySparkRuntimeError
 
 from quire.core.errors import SparkUnavailable
 from quire.spark import sessions
@@ -52,9 +53,13 @@ def test_sources_and_jobs_work_through_connect(url: str, tmp_path: Path) -> None
     }
 
 
+def raise_no_session() -> None:
+    raise PySparkRuntimeError("no active session")
+
+
 def test_without_its_packages_connect_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "find_spec", lambda name: None if name == "grpc" else object())
-    monkeypatch.setattr("pyspark.sql.SparkSession.getActiveSession", lambda: None)
+    monkeypatch.setattr("pyspark.sql.SparkSession.active", raise_no_session)
     with pytest.raises(SparkUnavailable, match="Spark Connect") as caught:
         sessions.session("sc://127.0.0.1:1")
     assert "pyspark[connect]" in caught.value.hint
