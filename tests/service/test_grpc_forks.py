@@ -15,6 +15,14 @@ store = quire.open(directory)
 server = store.serve("grpc://localhost:0", admin_token_file=token)
 client = quire.connect(server.address, token_file=token)
 client.databases()
+gc.disable()
+store.manifest.env.fork_hooks.append(gc.collect)  # runs in the child before the hooks of the service
+other = quire.connect(server.address, token_file=token)
+other.databases()
+garbage = [other._channel._client]
+garbage.append(garbage)
+other._channel._client = None
+del garbage
 child = os.fork()
 if not child:
     exec(child_program)
@@ -35,7 +43,8 @@ RETURNS = "sys.exit(7)"
 
 @pytest.mark.parametrize("child", [COLLECTS, RETURNS], ids=["collects garbage", "returns"])
 def test_a_forked_child_does_not_wait_for_threads_of_grpc(child: str, path: Path, tmp_path: Path) -> None:
-    """Hazard: a child hung when it collected, or returned with, the parent's server: gRPC's destructors join threads."""
+    """Hazard: a child hung when it collected, or returned with, the parent's server: gRPC's destructors join threads. It also
+    hung if another module's hook after the fork collected garbage first."""
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text("a-secret-of-the-owner-0123456789")

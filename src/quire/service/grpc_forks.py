@@ -27,8 +27,21 @@ def kept_after_fork(created: T) -> T:
     return created
 
 
+_held: list[list[object]] = []
+"""Those that existed when a fork() began, once for each fork() in progress."""
+
+
+def _hold() -> None:
+    # Before the fork: in the child, hooks of other modules may run first, and collect garbage.
+    _held.append(list(_created))
+
+
+def _release_in_parent() -> None:
+    _held.pop()
+
+
 def _keep_in_child() -> None:
-    for inherited in list(_created):
+    for inherited in _held[-1]:
         # A list in this module would not do: the interpreter clears modules when it ends, and would destroy them then.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
         for referent in gc.get_referents(inherited):
@@ -36,4 +49,4 @@ def _keep_in_child() -> None:
                 referent.atexit = False
 
 
-os.register_at_fork(after_in_child=_keep_in_child)
+os.register_at_fork(before=_hold, after_in_parent=_release_in_parent, after_in_child=_keep_in_child)
