@@ -58,7 +58,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run only the parts whose name contains this")
     parser.add_argument("--dir", default=None, help="where to put the data (default: a temporary directory)")
     parser.add_argument(
-        "--save", action="store_true", help="keep the result in docs/results, for `python -m bench.draw`"
+        "--save",
+        action="store_true",
+        help="keep the result in docs/results, for `python -m bench.draw` (with --only: of these parts)",
     )
     parser.add_argument("--profile", action="store_true", help="print where quire's time goes, instead of the result")
     options = parser.parse_args()
@@ -83,9 +85,19 @@ def main() -> int:
     result = report.finish()
     sys.stdout.write(result + "\n")
     if options.save:
-        text = json.dumps(json.loads(result), indent=1, ensure_ascii=False)
-        (RESULTS / f"{options.name}.json").write_text(text + "\n", "utf-8")
+        save(json.loads(result), RESULTS / f"{options.name}.json", is_partial=bool(options.only))
     return 0
+
+
+def save(result: dict[str, Any], path: Path, *, is_partial: bool) -> None:
+    """Write the result of a run. A partial run replaces only what it measured; the rest keeps the date of its own run."""
+    if is_partial and path.exists():
+        saved = json.loads(path.read_text("utf-8"))
+        kept = {name: ratio for name, ratio in saved["ratios"].items() if name not in result["ratios"]}
+        earlier = {name: {"run": saved["run"], **ratio} for name, ratio in kept.items()}
+        merged = {name: {**earlier, **result["ratios"]}[name] for name in {**saved["ratios"], **result["ratios"]}}
+        result = {**result, "ratios": merged, "figures": {**saved["figures"], **result["figures"]}}
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _run(quick: bool) -> dict[str, Any]:

@@ -113,7 +113,8 @@ def table(results: list[dict[str, Any]]) -> str:
         "",
         "The newest run of each benchmark that was saved: `python -m bench NAME --save`, then `python -m bench.draw`, which",
         "writes this page. [Benchmarks](benchmarks.md) explains what is measured, and why targets are missed. A run of quick",
-        "size has a tenth of the data: what is fixed, the start of a Spark job above all, weighs more in it.",
+        "size has a tenth of the data: what is fixed, the start of a Spark job above all, weighs more in it. Some runs repeat",
+        "only a part (`--only`); the rows of the others say when they were measured.",
     ]
     for result in results:
         run, name = result["run"], result["bench"]
@@ -146,9 +147,16 @@ def _line(label: str, ratio: dict[str, Any]) -> str:
         "–" if value is None else f"{value:g}",
         "reported" if target is None else f"{sign} {target:g}",
         met,
-        ratio.get("detail", ""),
+        ratio.get("detail", "") + _when(ratio),
     ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _when(ratio: dict[str, Any]) -> str:
+    """Return when a ratio was measured, if a later run of other parts was saved since."""
+    if "run" not in ratio:
+        return ""
+    return f" (earlier run: {ratio['run']['date']}, load {ratio['run']['load']:g})"
 
 
 def drawn() -> dict[Path, str]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from bench import draw
+from bench.__main__ import save
 from docs import api
 from tests.rules.tree import ROOT, modules
 
@@ -95,6 +97,26 @@ def test_every_missed_target_is_explained() -> None:
         and f"`{name}`" not in text
     ]
     assert not missed, "explain it in docs/benchmarks.md"
+
+
+def test_a_partial_run_keeps_what_it_did_not_measure_with_its_date(tmp_path: Path) -> None:
+    path = tmp_path / "many.json"
+    first = {
+        "run": {"date": "2026-01-01", "load": 1},
+        "ratios": {"a": {"value": 1}, "b": {"value": 1}},
+        "figures": {"x": 1},
+    }
+    second = {"run": {"date": "2026-01-02", "load": 2}, "ratios": {"b": {"value": 2}}, "figures": {"y": 2}}
+    third = {"run": {"date": "2026-01-03", "load": 3}, "ratios": {"c": {"value": 3}}, "figures": {}}
+    for result, is_partial in ((first, False), (second, True), (third, True)):
+        save(result, path, is_partial=is_partial)
+    saved = json.loads(path.read_text("utf-8"))
+    assert saved["run"] == third["run"]
+    assert [*saved["ratios"]] == ["a", "b", "c"]
+    assert saved["ratios"]["a"] == {"run": first["run"], "value": 1}
+    assert saved["ratios"]["b"] == {"run": second["run"], "value": 2}
+    assert saved["ratios"]["c"] == {"value": 3}
+    assert saved["figures"] == {"x": 1, "y": 2}
 
 
 @pytest.mark.parametrize(
