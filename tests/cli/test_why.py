@@ -432,6 +432,59 @@ def test_an_older_version_in_the_wal_waits_for_a_checkpoint_and_links_to_its_pre
     assert older["release"] == "quire checkpoint shop"
 
 
+def test_a_snapshot_before_a_checkpoint_needs_the_segment_that_it_pins_not_the_chunk(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.create("till", "pages")
+        write_pages(store, "till", range(4), b"a")
+        store.snapshot("till", "monday")
+        write_pages(store, "till", range(2), b"b")
+        store.checkpoint("till")
+        store.maintain()
+        write_pages(store, "till", range(1), b"c")
+    page = explain(run, "till:0")
+    whats = {holder["name"]: holder["what"] for holder in page["holders"]}
+    assert page["state"] == "3 versions", "in the segment that monday pins, in the chunk, and in the open segment"
+    assert "in pinned WAL segment 1" in whats["till@monday"] or "in WAL segment 1," in whats["till@monday"]
+    assert "in WAL segment " in whats["till"]
+    untouched = {holder["name"]: holder["what"] for holder in explain(run, "till:3")["holders"]}
+    assert "in chunks, as of lsn " in untouched["till"]
+    assert "WAL segment 1" in untouched["till@monday"]
+
+
+def test_each_snapshot_needs_the_chunks_of_its_own_time(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.create("till", "pages")
+        for name, fill in (("monday", b"a"), ("tuesday", b"b")):
+            write_pages(store, "till", range(4), fill)
+            store.checkpoint("till")
+            store.snapshot("till", name)
+        write_pages(store, "till", range(4), b"c")
+        store.checkpoint("till")
+    page = explain(run, "till:0")
+    needed = [(holder["name"], holder["what"].rpartition(" ")[2]) for holder in page["holders"]]
+    assert page["state"] == "3 versions"
+    assert [name for name, _ in needed] == ["till", "till@tuesday", "till@monday"], "newest first"
+    assert len({lsn for _, lsn in needed}) == 3
+
+
+def test_a_fork_needs_the_version_that_it_was_made_of_until_it_has_its_own(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.create("till", "pages")
+        write_pages(store, "till", range(4), b"a")
+        store.checkpoint("till")
+        store.fork("till", "trial")
+        write_pages(store, "till", range(4), b"b")
+        store.checkpoint("till")
+        write_pages(store, "trial", range(1), b"c")
+        store.pages.close_idle()
+    forks = [
+        [holder for holder in explain(run, f"till:{page}")["holders"] if holder["kind"] == "fork"] for page in (0, 1)
+    ]
+    assert forks[0] == [], "page 0 of the fork is its own"
+    assert [holder["name"] for holder in forks[1]] == ["trial"]
+    assert "in chunks, as of lsn " in forks[1][0]["what"]
+
+
 @pytest.mark.parametrize("subject", ["shop:16", "shop:x", "nope:1"])
 def test_an_invalid_page_is_refused(run: Run, shop: Path, subject: str) -> None:
     assert run("why", subject).code != 0

@@ -2,7 +2,7 @@
 
 Terms
   subject   what the user asks about: a database's name, DB@SNAPSHOT, DB:PAGE, a file's path in the store, or an object's key,
-            with or without `objects/` before it. Subjects that are not artifacts are explained in `why_files.py`
+            with or without `objects/` before it. `why_pages.py` explains pages, `why_files.py` what is no artifact
   holder    what keeps the subject: a database that uses it, a snapshot, a fork, a reader, a job, a running plan, or time
 
 Holders are read from the rows that hold references, not from the counts. Where the two differ, the counts decide what is
@@ -15,7 +15,7 @@ is not a valid subject.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -37,7 +37,6 @@ from quire.manifest.records import (
     SCHEDULE_TAG,
     TERMINAL_JOB_STATES,
     WINDOW_TAG,
-    DbKind,
     JobRecord,
     SnapshotRecord,
     WalFormat,
@@ -65,12 +64,7 @@ from quire.store.why_files import (
     title,
     with_purpose,
 )
-
-FORKS_MAX = 20
-"""Forks of a database to list by name; a template may have a hundred thousand."""
-
-ReaderLookup = Callable[[int], list[ReaderInfo]]
-"""Returns the readers of a database that have no row in the manifest."""
+from quire.store.why_pages import FORKS_MAX, ReaderLookup, explain_page
 
 
 def readers_at(root: str) -> ReaderLookup:
@@ -95,7 +89,7 @@ def why(
         with suppress(UnknownDatabase):
             return _database(txn, txn.database_id(subject), reader_lookup)
 
-        if (page := _page(txn, asked, reader_lookup)) is not None:
+        if (page := explain_page(txn, asked, reader_lookup)) is not None:
             return page
 
     within = asked.removeprefix(f"{names.OBJECTS}/")
@@ -249,66 +243,6 @@ def _jobs_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
 def _job(job_id: int, job: JobRecord) -> Holder:
     what = f"{job.kind.name.lower()} is {job.state.name.lower().replace('_', ' ')}"
     return Holder("job", str(job_id), what, f"when it ends (quire jobs show {job_id})")
-
-
-# ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _page(txn: ReadTxn, subject: str, reader_lookup: ReaderLookup) -> Explanation | None:
-    """Explain a page given as DB:PAGE: its versions, newest first, with their holders. Return `None` if it is not a page."""
-    name, _, digits = subject.rpartition(":")
-    index = txn.get(t.DB_NAMES, name) if name else None
-    if index is None or not (digits.isascii() and digits.isdecimal() and len(digits) <= 10):
-        return None
-    db_id, page = index.value, int(digits)
-    database, wal = txn.database(db_id), txn.wal_state(db_id)
-    assert database is not None, "its name led here"
-    if database.kind is not DbKind.PAGES:
-        hint = f"`quire why {quoted(name)}` explains the database"
-        raise InvalidInput("only page databases have pages", hint=hint, database=name)
-    if wal is None or page >= wal.size_pages:
-        pages = 0 if wal is None else wal.size_pages
-        raise InvalidInput("the database has no such page", hint="pages are numbered from 0", page=page, pages=pages)
-    versions = [
-        (lsn, f"in WAL segment {row.segment_id}, frame {row.frame_no}" + _follows(row.prev_lsn))
-        for (_, _, lsn), row in txn.scan(t.PAGE_VERSION_INDEX, db_id, page)
-    ]
-    chain = txn.chain(db_id, page // database.pages_per_chunk) if database.pages_per_chunk else ()
-    if chain:
-        # Versions that a checkpoint has absorbed stay in the index until they are truncated; readers use the chunks instead.
-        covered = chain[-1].covered_lsn
-        versions = [(0, f"in chunks, as of lsn {covered}"), *(version for version in versions if version[0] > covered)]
-    holders = list(_needs(txn, db_id, versions, reader_lookup))
-    count = f"{len(versions)} version" + ("" if len(versions) == 1 else "s")
-    return Explanation(subject, "page", count, len(versions) * database.page_size, 0, tuple(holders))
-
-
-def _follows(prev_lsn: int) -> str:
-    return f", follows lsn {prev_lsn}" if prev_lsn else ""
-
-
-def _needs(txn: ReadTxn, db_id: int, versions: list[tuple[int, str]], reader_lookup: ReaderLookup) -> Iterator[Holder]:
-    """Yield the holders of each version of a page, newest first. `versions` are (lsn, location), oldest first."""
-    name = name_of(txn, db_id)
-    leases = [(info.lsn, f"pid {info.pid}" if info.pid else info.reader) for info in reader_lookup(db_id)]
-    leases += [(row.snapshot_lsn, str(reader)) for (_, reader), row in txn.scan(t.SNAPSHOT_READERS, db_id)]
-    snapshots = [(key[1], row) for key, row in txn.scan(t.SNAPSHOT_INDEX, db_id)]
-    after: int | None = None
-    for lsn, where in reversed(versions):
-        what = f"needs the version {where}" if not lsn else f"needs the version of lsn {lsn}, {where}"
-        if after is None:
-            yield Holder("database", name, what, f"quire drop {quoted(name)}, or a newer version of the page")
-        for reader_lsn, reader in leases:
-            if lsn <= reader_lsn and (after is None or reader_lsn < after):
-                yield Holder("reader", reader, what, "when it closes, or its lease expires")
-        needed_by = [
-            snapshot_holder(txn, db_id, snapshot_id, row, what)
-            for snapshot_id, row in snapshots
-            if lsn <= row.anchor_lsn and (after is None or row.anchor_lsn < after)
-        ]
-        yield from needed_by
-        if lsn and after is not None:
-            kept = f"keeps the version of lsn {lsn}, {where}, until a checkpoint absorbs it"
-            yield Holder("database", name, kept, f"quire checkpoint {quoted(name)}")
-        after = lsn
 
 
 # ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
