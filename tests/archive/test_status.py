@@ -113,10 +113,14 @@ def test_metrics_match_the_status() -> None:
         restorable_at_ms=4_000,
         puts=3,
         put_bytes=40,
+        writes_per_hour=3_600.0,
+        reads_per_hour=100.0,
         fenced=True,
         last_drill=GOOD,
     )
     metrics = values(status)
+    assert (metrics["writes_per_hour"], metrics["reads_per_hour"]) == (3_600, 100)
+    assert metrics["dollars_per_month"] == pytest.approx(13.17, abs=0.01)
     assert (metrics["enabled"], metrics["interval_seconds"], metrics["lag_seconds"]) == (1, 2, 30)
     assert (metrics["backlog_bytes"], metrics["restorable_age_seconds"], metrics["fenced"]) == (12, 6, 1)
     assert (metrics["puts_total"], metrics["put_bytes_total"]) == (3, 40)

@@ -50,6 +50,13 @@ class ArchiveCollector:
                 "duration of the restore in the last drill",
                 drill.restore_seconds if drill else 0,
             ),
+            ("writes_per_hour", "puts and listings of the whole store, in the last hour", status.writes_per_hour),
+            ("reads_per_hour", "reads of the whole store from its buckets, in the last hour", status.reads_per_hour),
+            (
+                "dollars_per_month",
+                "estimated cost of the store's requests, at the list price of S3 Standard",
+                status.dollars_per_month,
+            ),
         ):
             yield Gauge(f"quire_archive_{name}", text, value=float(value))
         yield Counter("quire_archive_puts", "objects uploaded since the store was opened", value=status.puts)
