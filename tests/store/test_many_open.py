@@ -227,3 +227,10 @@ def test_a_fork_that_was_never_written_is_not_checkpointed_for_its_age(tmp_path:
         assert store.upkeep.round(everything=True).checkpoints == 2, (
             "the template's chunk, and that of the fork with its own rows"
         )
+
+
+def test_an_idle_page_database_keeps_no_gate(store: quire.Store) -> None:
+    """A lock per database that was ever opened would be memory that grows with their number."""
+    for number in range(FEW):
+        _write_pages(store, number)
+    assert not store.pages._gates

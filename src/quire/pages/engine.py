@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from quire.core.barrier import changes
 from quire.core.clock import Clock
@@ -123,8 +124,9 @@ class PageEngine:
         self.quota = StorageQuota(manifest, root, settings, clock, self.stores, self._stopping)
         # guarded by _lock
         self._lock = threading.Lock()
-        self._gates: dict[int, threading.Lock] = {}
-        """One lock per database, so that opening one does not block the others. Order: a gate before `_lock`."""
+        self._gates: WeakValueDictionary[int, threading.Lock] = WeakValueDictionary()
+        """A lock for each database that is being opened or closed, so that this does not block the others; whoever holds or
+        awaits a gate keeps it. Order: a gate before `_lock`."""
         self._open: OpenSet[PageStore] = OpenSet(
             open_max=settings.open_max, idle_seconds=settings.idle_seconds, clock=clock
         )
@@ -551,7 +553,7 @@ class PageEngine:
         """Close the engine in a forked child: files and threads belong to the parent."""
         self._closed = True
         self._lock = threading.Lock()
-        self._gates = {}
+        self._gates = WeakValueDictionary()
         for store in self._open.cores():
             store.wal.forked()
             store.readers.forked()
