@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.cli import main, remote
+from quire.cli import main, remote, stream
 from quire.cli.command import Cli
 from quire.core.errors import AccessDenied, InvalidInput, Unavailable
 from quire.service.commands import RemoteCommand
@@ -109,7 +109,7 @@ def test_key_value_databases(root: Path) -> None:
 
 def test_streams_take_arguments_and_stdin(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(root, "stream", "append", "clicks", "one", "two", "--create")
-    monkeypatch.setattr(remote, "LINES_BYTES_MAX", 8)
+    monkeypatch.setattr(stream, "LINES_BYTES_MAX", 8)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"three\nfo\xffr\nfive\n")))
     appended = run(root, "stream", "append", "clicks")
     assert "appended 3 records to clicks" in appended.out

@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import quire
@@ -19,7 +21,9 @@ from quire.core.errors import Conflict, Corruption, InvalidInput, ReadOnly
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
+from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
+from quire.store import backup
 from quire.store.store import Store
 from tests.programs import run_program
 from tests.rules.tree import SRC
@@ -176,6 +180,108 @@ def test_files_that_are_deleted_during_a_backup_are_copied_first(tmp_path: Path)
         with armed("backup.cut", drop):
             store.backup(str(tmp_path / "backup"))
     quire.restore(str(tmp_path / "backup"), tmp_path / "restored")
+    assert contents(tmp_path / "restored")[0] == list(range(300))
+
+
+def test_a_deletion_waits_for_the_copy_of_its_object_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the deletion found the object listed, and went ahead; the backup succeeded without it, and was not restorable."""
+    with filled(tmp_path / "store") as store:
+        deleted, get = threading.Event(), GuardedStore.get
+
+        def delete() -> None:
+            store.drop("shop")
+            for _round in range(3):
+                store.maintain()
+            deleted.set()
+
+        def get_late(objects: GuardedStore, key: str) -> bytes:
+            if "base:" in key and not deleting.is_alive() and not deleted.is_set():
+                deleting.start()
+                deleted.wait(2)  # not set while the deletion waits for this copy
+            return get(objects, key)
+
+        deleting = threading.Thread(target=delete)
+        monkeypatch.setattr(GuardedStore, "get", get_late)
+        store.backup(str(tmp_path / "backup"))
+        deleting.join()
+    quire.restore(str(tmp_path / "backup"), tmp_path / "restored")
+    assert contents(tmp_path / "restored")[0] == list(range(300))
+
+
+def test_an_object_that_disappears_before_it_is_copied_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a clone's parent deleted an object that nothing needed; the backup named it, and was not restorable."""
+    with filled(tmp_path / "store") as store:
+        stray, listing = f"{store.manifest.feed.store_id()}/e/00000001/stray", backup._objects_of
+        store.objects.put(stray, b"nothing needs this")
+
+        def listed(store: Store) -> Iterator[tuple[str, str, int]]:
+            found = list(listing(store))
+            assert any(key == stray for _, key, _ in found)
+            (tmp_path / "store" / "objects" / stray).unlink()
+            return iter(found)
+
+        monkeypatch.setattr(backup, "_objects_of", listed)
+        store.backup(str(tmp_path / "backup"))
+    quire.restore(str(tmp_path / "backup"), tmp_path / "restored")
+    assert contents(tmp_path / "restored")[0] == list(range(300))
+
+
+def test_no_other_backup_begins_before_one_is_complete(tmp_path: Path) -> None:
+    """Hazard: the second one ended the protection of the objects that the first had yet to copy; in the same target it also
+    overwrote the first one's base, which reported success all the same."""
+    with filled(tmp_path / "store") as store:
+
+        def repeat_and_drop(_: str) -> None:
+            for target in ("backup", "other"):
+                with pytest.raises(Conflict, match="a backup of this store is already running"):
+                    store.backup(str(tmp_path / target))
+            store.drop("shop")
+            for _round in range(3):
+                store.maintain()
+
+        with armed("backup.cut", repeat_and_drop):
+            store.backup(str(tmp_path / "backup"))
+    quire.restore(str(tmp_path / "backup"), tmp_path / "restored")
+    assert contents(tmp_path / "restored")[0] == list(range(300))
+
+
+def test_a_backup_finds_all_that_it_is_based_on_whatever_is_backed_up_there_later(tmp_path: Path) -> None:
+    """Hazard: it relied on the newest backup in the place before it; when that was based on no other place, or on this one, the
+    restore lacked objects, or never ended."""
+    base, second, third = (str(tmp_path / name) for name in ("base", "second", "third"))
+    with filled(tmp_path / "store") as store:
+        store.backup(base)
+        store.backup(second, since=base)
+        whole = store.backup(third, since=second)
+        store.drop("shop")
+        for _round in range(3):
+            store.maintain()
+        store.backup(second)
+        crossed = store.backup(base, since=third)
+        last = store.backup(third, since=base)
+        assert (crossed.copied, last.copied) == (0, 0)
+    quire.restore(third, tmp_path / "first", at_ms=whole.at_ms)
+    assert contents(tmp_path / "first")[0] == list(range(300))
+    quire.restore(third, tmp_path / "last")
+    with quire.open(tmp_path / "last", settings=StoreSettings(maintenance=NO_MAINTENANCE)) as store:
+        assert [info.name for info in store.databases()] == ["cart", "events"]
+
+
+def test_an_index_without_the_places_beyond_the_earlier_backup_is_read(tmp_path: Path) -> None:
+    places = [str(tmp_path / name) for name in ("one", "two", "three")]
+    with filled(tmp_path / "store") as store:
+        store_id = store.manifest.feed.store_id()
+        for number, place in enumerate(places):
+            done = store.backup(place, since=places[number - 1] if number else "")
+            index = backup.read_index(open_store(place), store_id, done.position)
+            assert index is not None
+            older = msgspec.structs.replace(index, beyond=None)
+            backup.put_index(open_store(place), store_id, done.position, older)
+    quire.restore(places[2], tmp_path / "restored")
     assert contents(tmp_path / "restored")[0] == list(range(300))
 
 

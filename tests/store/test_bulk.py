@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import quire
 from quire.core.errors import InvalidName, NameTaken, UnknownDatabase, WrongKind
+from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.manifest.records import RetentionRecord
 from quire.store import bulk
+from quire.store.why import why
+from quire.testing.clock import ManualClock
 from tests.manifest.helpers import eventually, held
 
 
@@ -46,6 +51,36 @@ def test_many_databases_are_created_forked_and_dropped(store: quire.Store) -> No
         assert [info.name for info in store.databases()] == names(70)
         store.maintain()
         assert [problem for problem in store.manifest.check() if not problem.leak] == []
+
+
+def test_the_snapshot_that_many_forks_are_made_from_is_nobodys(tmp_path: Path) -> None:
+    """Hazard: retention counted it as the last snapshot, and dropped the user's instead; a killed process left it for good."""
+    clock = ManualClock()
+    settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+    with quire.open(tmp_path, settings=settings, clock=clock) as store:
+        with store.sqlite("template", create=True) as connection:
+            connection.execute("CREATE TABLE t(x)")
+        store.manifest.retention.set("template", RetentionRecord(keep_last=1))
+        kept = store.snapshot("template")
+
+        def names_while_time_passes() -> Iterator[str]:
+            yield "first"
+            store.maintain()
+            ours = [info for info in store.manifest.snapshots.of("template") if info.snapshot_id != kept.snapshot_id]
+            with store.manifest.read() as txn:
+                explained = why(txn, f"template@#{ours[0].snapshot_id}").holders
+            assert [holder.what for holder in explained] == ["makes forks from it"]
+            yield "second"
+            raise KeyboardInterrupt  # as if the process had died: `drop` is not reached
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(type(store.manifest.snapshots), "drop", lambda *_: None)
+            with pytest.raises(KeyboardInterrupt):
+                store.fork_many("template", names_while_time_passes())
+        assert {info.name for info in store.databases()} == {"template", "first", "second"}
+        clock.advance(2 * 86_400)
+        store.maintain()
+        assert [info.snapshot_id for info in store.manifest.snapshots.of("template")] == [kept.snapshot_id]
 
 
 def test_commits_are_shared(store: quire.Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,10 @@ from quire.archive.clones import registrations, release
 from quire.cli.main import run
 from quire.core.errors import ConfigMismatch, InvalidInput, ObjectNotFound, StillReferenced
 from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk
 from quire.objects.open import open_store
 from quire.store.cloning import clone, release_clone
+from quire.store.config_edit import change_config
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.archive.archived_store import ArchivedStore, archived_store, contents, fill
@@ -282,3 +284,42 @@ def test_a_gap_in_the_log_of_a_replica_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFound, match="missing in the middle") as caught:
         archived.restore("holed")
     assert "--at" in caught.value.hint
+
+
+def test_a_clone_is_not_released_while_its_archived_moments_read_its_parents_objects(tmp_path: Path) -> None:
+    """Hazard: only its newest state was looked at. The parent deleted what earlier moments of the clone's archive need."""
+    clock = ManualClock()
+    with archived_store(tmp_path, clock=clock, retain_seconds=2 * HOUR, base_seconds=0.001) as archived:
+        work(archived.store, 0)
+        archived.wait_archived()
+        expected = contents(archived.store)
+        path = create_clone(archived, "clone", clock=clock)
+        with archived.open(path) as copy:
+            assert copy.archive is not None
+            copy.archive.wait(30)
+            clone_id, at_ms = copy.feed.store_id(), clock.now_ms()
+            clock.advance(60)
+            for name in ("shop", "pairs", "events"):
+                copy.drop(name, snapshots=True)
+            for _round in range(4):
+                clock.advance(HOUR / 4)
+                copy.maintain()
+            copy.archive.wait(30)
+        change_config(OsDisk(), str(path), {("archive", "mode"): "async"})
+        with pytest.raises(StillReferenced, match="archived moments of the clone"):
+            release_clone(path)
+        restored = archived.restore("then", at_ms=at_ms, store_id=clone_id)
+        with archived.open(restored, takeover=True, discard=True) as then:
+            assert then.archive is not None
+            assert contents(then) == expected
+            for name in ("shop", "pairs", "events"):
+                then.drop(name, snapshots=True)
+            for number in range(4):
+                clock.advance(24 * HOUR)
+                then.maintain()
+                then.archive._needs_base = True
+                then.kv("other", create=True).put(b"key", b"%d" % number)
+                then.archive.wait(30)
+                then._parts.window.look(now=True)
+        change_config(OsDisk(), str(restored), {("archive", "mode"): "async"})
+        release_clone(restored)

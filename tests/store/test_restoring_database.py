@@ -14,11 +14,14 @@ import msgspec
 import pytest
 
 import quire
+from quire.core.errors import Conflict
+from quire.core.limits import MIB
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.manifest.guard import ManifestGuard
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.databases import RenameDb, SetDbOptions
+from quire.store import restoring_database
 from quire.store.store import Store
 from tests.programs import run_program
 from tests.rules.tree import SRC
@@ -106,6 +109,26 @@ def test_invalid_restores_are_refused_and_leave_nothing(store: Store) -> None:
             store.restore_db("", name, new="again")
     assert [info.name for info in store.databases()] == ["cart", "events", "shop"]
     assert not list(Path(store.path, "scratch").glob("*")), "scratch is removed"
+
+
+def test_two_restores_under_one_name_do_not_drop_each_others_copies(store: Store) -> None:
+    """Hazard: the second took the copy of the first for that of a killed attempt; both failed."""
+
+    def again(_: str) -> None:
+        with pytest.raises(Conflict, match="already being restored"):
+            store.restore_db("", "shop", new="again")
+
+    with armed("restore_db.copied", again):
+        store.restore_db("", "shop", new="again")
+    with store.sqlite("again") as db:
+        assert db.execute("select count(*) from item").fetchall() == [(500,)]
+
+
+def test_records_are_copied_in_appends_of_bounded_size() -> None:
+    """Hazard: four thousand records of any size were one append, which is in memory."""
+    large, small = bytes(MIB), bytes(10)
+    blocks = [len(block) for block in restoring_database._blocks([*[large] * 20, *[small] * 5000])]
+    assert blocks == [8, 8, 4096, 4 + 5000 - 4096]
 
 
 CHILD = """

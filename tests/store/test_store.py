@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.archive.recorder import REMOTE_FILES
+from quire.archive.state_files import StandbyState, write_standby_state
+from quire.core.clock import Clock
+from quire.core.errors import Corruption, StoreFenced
 from quire.core.settings import ManifestSettings, StoreSettings
+from quire.durable import names
+from quire.durable.files import OsDisk
+from quire.durable.locks import FileLock, is_held
 from quire.manifest import tables as t
 from quire.manifest.ops.snapshots import PublishSnapshot
 from quire.manifest.records import DbKind, SnapshotKind
-from quire.store.store import Store
+from quire.store.store import Mode, Store
 from quire.testing.clock import ManualClock
 
 
@@ -187,6 +194,36 @@ def test_a_closed_store_raises_and_can_be_closed_twice(path: Path) -> None:
     for use in (store.databases, store.info, lambda: store.manifest, lambda: store.objects, store.__enter__):
         with pytest.raises(quire.StoreClosed):
             use()
+
+
+@pytest.mark.parametrize("mode", ["r", "rw"])
+def test_an_opening_that_fails_leaves_nothing_open(path: Path, mode: Mode) -> None:
+    """Hazard: the reader's manifest stayed open, and this process could not open the store any more."""
+    quire.open(path).close()
+    (path / REMOTE_FILES).write_bytes(b"damaged")
+    with pytest.raises(Corruption, match="is damaged"):
+        quire.open(path, mode)
+    (path / REMOTE_FILES).unlink()
+    with quire.open(path, mode) as store:
+        assert store.databases() == []
+
+
+def test_a_directory_that_becomes_a_standby_before_it_is_locked_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: it was checked only before; the owner's changes were then mixed with those of the archive that it follows."""
+    quire.open(path).close()
+    acquire = FileLock.acquire
+
+    def late(name: str, clock: Clock | None = None) -> FileLock:
+        write_standby_state(OsDisk(), str(path), StandbyState(store_id="5" * 36, url="s3://bucket"))
+        return acquire(name, clock)
+
+    monkeypatch.setattr(FileLock, "acquire", late)
+    with pytest.raises(StoreFenced, match="is a standby of another owner"):
+        quire.open(path)
+    assert not is_held(str(path / names.LOCK))
+    (path / names.STANDBY).unlink()
 
 
 def test_an_unknown_mode_is_refused(path: Path) -> None:

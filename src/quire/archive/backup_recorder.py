@@ -79,10 +79,19 @@ class BackupRecorder:
 
     # ── a backup ──────────────────────────────────────────────────────────────────────────────────────────────────────
     @contextmanager
-    def recording(self) -> Iterator[EventQueue]:
-        """Record every change during the block."""
+    def reserved(self) -> Iterator[None]:
+        """Refuse other backups during the block, which lasts until the backup is complete: two that overlap would continue the
+        log of one target at the same number, and overwrite each other's base."""
         if not self._in_use.acquire(blocking=False):
             raise Conflict("a backup of this store is already running", hint="wait until it finishes")
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    @contextmanager
+    def recording(self) -> Iterator[EventQueue]:
+        """Record every change during the block. REQUIRES `reserved`."""
         try:
             self.recorder.watch_renames()
             with self._between_commits:
@@ -91,10 +100,7 @@ class BackupRecorder:
         finally:
             self.queue.close()
             self.recorder.end_watch()
-            try:
-                self._remove_kept()
-            finally:
-                self._in_use.release()
+            self._remove_kept()
 
     def _remove_kept(self) -> None:
         """Remove the links of a backup that failed: each one keeps the blocks of a file that may be removed meanwhile."""

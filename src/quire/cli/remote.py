@@ -23,14 +23,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.command import Cli, result_of
 from quire.cli.job_progress import Display
 from quire.cli.output import Note, TerminalStyle, json_parts, text_parts
 from quire.cli.prompts import REMOTE_ANSWER, Question, agreed, on_terminal
-from quire.cli.stream import LINES_PER_APPEND, appended
+from quire.cli.stream import appended, next_lines
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
 from quire.service.commands import CommandResult, RemoteCommand
 from quire.store.mirrors import absolute_target
@@ -82,8 +81,6 @@ INSTEAD = {
 """Function that the owner does not run → what to do instead."""
 
 ANSWER_CHARACTERS_MAX = 32 * 1024 * 1024
-LINES_BYTES_MAX = 4 * 1024 * 1024
-"""Bytes of stdin in one call."""
 LOOK_SECONDS = 0.1
 
 
@@ -171,16 +168,8 @@ def _watched(owner: Client, cli: Cli, command: RemoteCommand) -> CommandResult:
 def _appended(owner: Client, cli: Cli, given: dict[str, Any]) -> int:
     """Append the lines of stdin, in calls of bounded size. Each is durable before the next begins."""
     first, count = -1, 0
-    while True:
-        lines: list[str] = []
-        size = 0
-        for line in islice(sys.stdin.buffer, LINES_PER_APPEND):
-            lines.append(line.rstrip(b"\n").decode("utf-8", "surrogateescape"))
-            size += len(line)
-            if size > LINES_BYTES_MAX:
-                break
-        if not lines:
-            break
+    while block := next_lines():
+        lines = [line.decode("utf-8", "surrogateescape") for line in block]
         done = _asked(owner, Cli(cli.path, True), "stream.append", {**given, "record": lines}, TerminalStyle(0, False))
         answer = json.loads(done.out)
         first, count = (answer["first"] if first < 0 else first), count + answer["count"]

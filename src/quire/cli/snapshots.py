@@ -34,7 +34,7 @@ from quire.core.errors import UnknownSnapshot
 from quire.core.json_values import plain
 from quire.manifest import tables as t
 from quire.manifest.ops.refs import artifact_bytes
-from quire.manifest.records import DROPPED_TAG, LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG, WalState
+from quire.manifest.records import DROPPED_TAG, FORKS_TAGS, LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG, WalState
 from quire.store.exclusive_artifacts import snapshots_share
 
 if TYPE_CHECKING:
@@ -391,7 +391,11 @@ def _slot_cells(slot: SlotDiff) -> list[str]:
 def about(snapshot: SnapshotInfo) -> str:
     """Format the purpose of an automatic snapshot, the expiry of a snapshot, and its tags."""
     own = {WINDOW_TAG, DROPPED_TAG}
-    tags = {key: value for key, value in snapshot.tags.items() if key not in own and LENT_TAGS.get(key) != value}
+    tags = {
+        key: value
+        for key, value in snapshot.tags.items()
+        if key not in own and value not in (LENT_TAGS.get(key), FORKS_TAGS.get(key))
+    }
     expires = f"expires {moment(snapshot.expires_at_ms)}" if snapshot.expires_at_ms else ""
     return ", ".join(filter(None, (purpose(snapshot.tags), expires, tags_text(tags))))
 
@@ -400,6 +404,8 @@ def purpose(tags: Mapping[str, str]) -> str:
     """Return the purpose of a snapshot that was not created by a user; empty for any other."""
     if tags.items() >= LENT_TAGS.items():
         return "held by a query (Spark or another reader)"
+    if tags.items() >= FORKS_TAGS.items():
+        return "for forks that are being made"
     if DROPPED_TAG in tags:
         return f"dropped, was {tags[DROPPED_TAG]}" if tags[DROPPED_TAG] else "dropped"
     return "for time travel" if WINDOW_TAG in tags else ""

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from quire.stream.stream import Stream
 
 LINES_PER_APPEND = 10_000
+LINES_BYTES_MAX = 4 * 1024 * 1024
+"""Bytes of stdin in one append, which is in memory."""
 """Lines of stdin in one append."""
 READ_ROWS = 100
 """Default limit of `read`."""
@@ -85,10 +87,22 @@ def append(
             first = stream.append([text.encode("utf-8", "surrogateescape") for text in record]).result()
             return appended(database, first, len(record))
         first, count = stream.end_record, 0
-        while lines := [line.rstrip(b"\n") for line in islice(sys.stdin.buffer, LINES_PER_APPEND)]:
+        while lines := next_lines():
             first_of_lines = stream.append(lines).result()
             first, count = first if count else first_of_lines, count + len(lines)
     return appended(database, first, count)
+
+
+def next_lines() -> list[bytes]:
+    """Return the next lines of stdin, without their ends, for one append; empty at the end."""
+    lines: list[bytes] = []
+    size = 0
+    for line in islice(sys.stdin.buffer, LINES_PER_APPEND):
+        lines.append(line.rstrip(b"\n"))
+        size += len(line)
+        if size > LINES_BYTES_MAX:
+            break
+    return lines
 
 
 def appended(database: str, first: int, count: int) -> Note:

@@ -297,6 +297,9 @@ WINDOW_TAG = "time-travel"
 LENT_TAGS = {"by": "lend"}
 """Tags of a snapshot that the service made for a reader."""
 
+FORKS_TAGS = {"by": "fork_many"}
+"""Tags of the snapshot from which many forks are being made. Its expiry removes it if the process that makes them is killed."""
+
 DROPPED_TAG = "former-name"
 """Tag of a dropped snapshot that can be undropped; its value is the name before the drop."""
 

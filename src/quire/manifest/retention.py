@@ -34,7 +34,7 @@ from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetRetention
 from quire.manifest.ops.snapshots import DropSnapshot, is_dropped
-from quire.manifest.records import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG, RetentionRecord, SnapshotKind
+from quire.manifest.records import FORKS_TAGS, LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG, RetentionRecord, SnapshotKind
 from quire.manifest.schedules import BUCKETS, bucket, parse_schedule
 from quire.manifest.snapshots import SnapshotInfo
 
@@ -52,10 +52,13 @@ WINDOW = "for time travel"
 LENT = "lent to a reader"
 """Reason to keep a snapshot that the service made for a reader, until it expires."""
 
+FORKS = "forks are made from it"
+"""Reason to keep the snapshot from which many forks are being made."""
+
 DROPPED = "dropped, can be restored"
 """Reason to keep a snapshot that a user dropped, until it expires."""
 
-OWN_TIME = (WINDOW, LENT, DROPPED)
+OWN_TIME = (WINDOW, LENT, FORKS, DROPPED)
 
 
 class ScheduledSnapshot(msgspec.Struct, frozen=True):
@@ -143,6 +146,7 @@ def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *,
     expired = {s.snapshot_id for s in snapshots if 0 < s.expires_at_ms <= now_ms}
     why = {info.snapshot_id: WINDOW for info in snapshots if is_window(info)}
     why |= {info.snapshot_id: LENT for info in snapshots if is_lent(info)}
+    why |= {info.snapshot_id: FORKS for info in snapshots if is_for_forks(info)}
     why |= {info.snapshot_id: DROPPED for info in snapshots if is_dropped(info)}
     # These count for no rule: snapshots for time travel alone would use up `keep_last`.
     out = expired | why.keys()
@@ -201,6 +205,11 @@ def is_window(snapshot: SnapshotInfo) -> bool:
 def is_lent(snapshot: SnapshotInfo) -> bool:
     """Return whether the service has lent it to a reader."""
     return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and snapshot.tags == LENT_TAGS
+
+
+def is_for_forks(snapshot: SnapshotInfo) -> bool:
+    """Return whether many forks are being made from it."""
+    return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and snapshot.tags == FORKS_TAGS
 
 
 def is_personal(snapshot: SnapshotInfo) -> bool:

@@ -87,6 +87,8 @@ class Index(msgspec.Struct, frozen=True, array_like=True):
     """An earlier backup that has the objects this one lacks; a path is relative to the directory that contains this backup."""
     objects: list[tuple[str, int]]
     """(key, size) of every object that the store had."""
+    beyond: list[str] | None = None
+    """The backups that the earlier one was based on when this one was made; `None` in an index from before this field."""
 
 
 class BackedUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,25 +122,26 @@ def back_up(
     with store.manifest.read() as txn:
         store_id, epoch = txn.store_id(), txn.owner_epoch()
         options = options or object_access.options_of(txn, store.settings, target)
-    skippable = _earlier_objects(store_id, target, since, options)
-    with closing(open_backup(target, options=options, write=True)) as place:
-        copies = _Copies(store, place, skippable)
-        log = _Log(store, place, store_id, epoch)
-        # From before the cut until the last object is copied: rows of the cut may name objects that the owner deletes
-        # meanwhile.
-        with _copying_before_delete(store, copies):
-            with store.backup_recorder.recording() as queue:
-                _copy_state(store, queue, log, copies, progress or no_progress)
-            hit("backup.cut")
-            objects = copies.all_objects(progress or no_progress)
-            hit("backup.objects.copied")
-        reference = since if not since or "://" in since else _relative(since, target)
-        put_index(place, store_id, log.next, Index(reference, sorted({*objects, *copies.listed})))
-        hit("backup.index.put")
-        # Everything that it needs is there: this object makes the backup restorable.
-        header = log.put_last()
-        if isinstance(place, TarStore):
-            place.finish()
+    with store.backup_recorder.reserved():
+        skippable, earlier = _earlier_objects(store_id, target, since, options)
+        with closing(open_backup(target, options=options, write=True)) as place:
+            copies = _Copies(store, place, skippable)
+            log = _Log(store, place, store_id, epoch)
+            # From before the cut until the last object is copied: rows of the cut may name objects that the owner deletes
+            # meanwhile.
+            with _copying_before_delete(store, copies):
+                with store.backup_recorder.recording() as queue:
+                    _copy_state(store, queue, log, copies, progress or no_progress)
+                hit("backup.cut")
+                objects = copies.all_objects(progress or no_progress)
+                hit("backup.objects.copied")
+            first, *beyond = [_relative(url, target) for url in earlier if url != target] or [""]
+            put_index(place, store_id, log.next, Index(first, sorted({*objects, *copies.listed}), beyond))
+            hit("backup.index.put")
+            # Everything that it needs is there: this object makes the backup restorable.
+            header = log.put_last()
+            if isinstance(place, TarStore):
+                place.finish()
     return BackedUp(
         target=target,
         store_id=store_id,
@@ -296,9 +299,12 @@ class _Copies:
         self._store = store
         self.place = place
         self._skippable = skippable
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        # guarded by _changed
         self.listed: dict[tuple[str, int], None] = {}
         """(key, size) of the objects that this backup needs, in insertion order."""
+        self._under_way: set[str] = set()
+        """Keys that a thread is copying."""
         self.copied = self.copied_bytes = self.present = 0
 
     def resolved(self, events: list[Entry], log: _Log) -> list[AnyEvent]:
@@ -320,29 +326,29 @@ class _Copies:
         """Copy a local immutable file. Its key is its digest, so later backups find it."""
         digest, size = sha256_of(path), os.path.getsize(path)
         key = file_key(log.store_id, Position(log.next.epoch, 0), digest.hex())
-        if self._is_needed(key, size):
-            self.place.put_file(key, path, create_only=True, identity=_of_size(size))
-            self._count(size)
+        with self._copying(key, size) as is_needed:
+            if is_needed:
+                self.place.put_file(key, path, create_only=True, identity=_of_size(size))
         return ArtifactEvent(inode, relative, key, size, digest)
 
     def remote_file(self, event: ArtifactEvent) -> ArtifactEvent:
         """Copy a file that a restore left in the bucket."""
-        if self._is_needed(event.key, event.size):
-            self.place.put(
-                event.key, self._store.objects.get(event.key), create_only=True, identity=_of_size(event.size)
-            )
-            self._count(event.size)
+        with self._copying(event.key, event.size) as is_needed:
+            if is_needed:
+                data = self._store.objects.get(event.key)
+                self.place.put(event.key, data, create_only=True, identity=_of_size(event.size))
         return event
 
     def object(self, url: str, key: str, size: int | None = None) -> None:
-        """Copy an object of the store. One that no longer exists is skipped: no row refers to it."""
+        """Copy an object of the store, or wait until another thread has copied it. One that no longer exists is skipped: no row
+        refers to it."""
         source = self._store.context.open_store(url)
         with suppress(ObjectNotFound):
             size = source.head(key).size_bytes if size is None else size
-            if self._is_needed(key, size):
-                self.place.put(key, source.get(key), create_only=True, identity=_of_size(size))
-                self._count(size)
-                hit("backup.object.put")
+            with self._copying(key, size) as is_needed:
+                if is_needed:
+                    self.place.put(key, source.get(key), create_only=True, identity=_of_size(size))
+                    hit("backup.object.put")
 
     def all_objects(self, progress: Progress) -> list[tuple[str, int]]:
         """Copy every object of the store and return (key, size) of each. Called after the last change was recorded: objects are
@@ -355,20 +361,35 @@ class _Copies:
                 progress("objects", done, len(listing))
         return [(key, size) for _, key, size in listing if (key, size) in self.listed]
 
-    def _is_needed(self, key: str, size: int) -> bool:
-        with self._lock:
-            if (key, size) in self.listed:
-                return False
-            self.listed[key, size] = None
-            if self._skippable.get(key) == size:
-                self.present += 1
-                return False
-            return True
+    @contextmanager
+    def _copying(self, key: str, size: int) -> Iterator[bool]:
+        """List an object, and yield whether the block must copy it; unlist it if the block raises.
 
-    def _count(self, size: int) -> None:
-        with self._lock:
-            self.copied += 1
-            self.copied_bytes += size
+        Waits for another thread that copies it: on return the object is in the target, and its original may be deleted.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: key not in self._under_way)
+            is_needed = (key, size) not in self.listed and self._skippable.get(key) != size
+            self.present += (key, size) not in self.listed and not is_needed
+            self.listed[key, size] = None
+            if is_needed:
+                self._under_way.add(key)
+        if not is_needed:
+            yield False
+            return
+        is_copied = False
+        try:
+            yield True
+            is_copied = True
+        finally:
+            with self._changed:
+                self._under_way.discard(key)
+                if is_copied:
+                    self.copied += 1
+                    self.copied_bytes += size
+                else:
+                    del self.listed[key, size]
+                self._changed.notify_all()
 
 
 def _of_size(size: int) -> Callable[[ExistingObject], bool]:
@@ -450,12 +471,16 @@ def newest_index(place: ObjectStore, store_id: str) -> Index | None:
     return read_index(place, store_id, Position(int(epoch, 16), int(number, 16)))
 
 
-def _earlier_objects(store_id: str, target: str, since: str, options: StoreOptions | None) -> dict[str, int]:
-    """Return key → size of the objects that need not be copied: those in the target and in the earlier backup."""
+def _earlier_objects(
+    store_id: str, target: str, since: str, options: StoreOptions | None
+) -> tuple[dict[str, int], list[str]]:
+    """Return key → size of the objects that need not be copied, which the target and earlier backups have, and the places of
+    these backups."""
     skippable: dict[str, int] = {}
+    earlier: list[str] = []
     if since:
-        with closing(open_backup(since, options=options)) as earlier:
-            index = newest_index(earlier, store_id)
+        with closing(open_backup(since, options=options)) as place:
+            index = newest_index(place, store_id)
         if index is None:
             raise InvalidInput(
                 "the target of --since has no backup of this store",
@@ -463,16 +488,43 @@ def _earlier_objects(store_id: str, target: str, since: str, options: StoreOptio
                 since=since,
             )
         skippable.update(index.objects)
+        earlier = _earlier_places(since, store_id, index, options)
     if "://" in target or not target.endswith(SUFFIX):
         with closing(open_backup(target, options=options)) as place:
             skippable.update((info.key, info.size_bytes) for info in list_objects(place, store_prefix(store_id)))
-    return skippable
+    return skippable, earlier
 
 
-def _relative(since: str, target: str) -> str:
-    """Return a path to the earlier backup that stays valid when both are moved together."""
-    since = os.path.abspath(since)
-    return since if "://" in target else os.path.relpath(since, os.path.dirname(target))
+def _relative(url: str, target: str) -> str:
+    """Return a path to an earlier backup that stays valid when both are moved together. A URL is returned unchanged."""
+    if "://" in url:
+        return url
+    path = os.path.abspath(url)
+    return path if "://" in target else os.path.relpath(path, os.path.dirname(target))
+
+
+def _earlier_places(url: str, store_id: str, index: Index, options: StoreOptions | None) -> list[str]:
+    """Return the place of a backup, and those of all backups that it is based on, each once."""
+    places = [url if "://" in url else os.path.abspath(url)]
+    while index.since:
+        folder = os.path.dirname(places[-1])
+        named = [index.since, *(index.beyond or ())]
+        found = [place if "://" in place else os.path.normpath(os.path.join(folder, place)) for place in named]
+        places += [place for place in dict.fromkeys(found) if place not in places]
+        if index.beyond is not None or places[-1] != found[0]:
+            break  # all are named, or two backups are based on each other
+        # An older index names only the next one. The newest index there may be that of a later backup.
+        with closing(open_backup(places[-1], options=options)) as place:
+            following = newest_index(place, store_id)
+        if following is None:
+            raise _missing(places[-1])
+        index = following
+    return places
+
+
+def _missing(url: str) -> ObjectNotFound:
+    what = "the backup is based on an earlier one that is missing"
+    return ObjectNotFound(what, hint=f"put {url} back, or restore another backup", earlier=url)
 
 
 class _Layers:
@@ -481,16 +533,10 @@ class _Layers:
     def __init__(self, url: str, place: ObjectStore, store_id: str, index: Index, options: StoreOptions | None) -> None:
         self._places = [place]
         try:
-            while index.since:
-                is_path = "://" not in index.since
-                url = os.path.join(os.path.dirname(os.path.abspath(url)), index.since) if is_path else index.since
-                self._places.append(open_backup(url, options=options))
-                following = newest_index(self._places[-1], store_id)
-                if following is None:
-                    what = "the backup is based on an earlier one that is missing"
-                    hint = f"put {url} back, or restore another backup"
-                    raise ObjectNotFound(what, hint=hint, earlier=url)
-                index = following
+            for earlier in _earlier_places(url, store_id, index, options)[1:]:
+                self._places.append(open_backup(earlier, options=options))
+                if next(list_objects(self._places[-1], _index_prefix(store_id)), None) is None:
+                    raise _missing(earlier)
         except BaseException:
             self.close()
             raise

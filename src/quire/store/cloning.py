@@ -21,7 +21,9 @@ Threads: one. Raises `InvalidInput`, `StillReferenced`, `ObjectNotFound`, `Corru
 from __future__ import annotations
 
 import os
+import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -35,12 +37,12 @@ from quire.archive.log_reader import RestorePoint
 from quire.archive.replay import Replay
 from quire.archive.state_files import read_remote_files
 from quire.archive.store_choice import choose_store
-from quire.archive.window import point_at, require_in_window
+from quire.archive.window import Line, list_archive, point_at, require_in_window
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, QuireError, StillReferenced
 from quire.core.time_parsing import requested_moment
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, OsDisk
+from quire.durable.files import Disk, OsDisk, remove_tree
 from quire.durable.object_names import clone_key
 from quire.manifest import tables as t
 from quire.manifest.reads import ParentStore
@@ -62,7 +64,7 @@ from quire.store.restoring import (
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
-    from quire.objects.api import DeletableStore
+    from quire.objects.api import DeletableStore, ObjectStore
     from quire.objects.options import StoreOptions
 
 
@@ -230,17 +232,38 @@ def _write_identity(rows: RowImage, clone_id: str, parents: tuple[ParentStore, .
 # ── release ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def foreign_objects(txn: ReadTxn, disk: Disk, root: str) -> int:
     """Return the number of its parents' objects that a clone still reads."""
+    return _foreign_objects(txn, (file.key for file in read_remote_files(disk, root).values()))
+
+
+def _foreign_objects(txn: ReadTxn, files: Iterable[str]) -> int:
+    """Return the number of objects of parents among those that rows name and these `files`."""
     prefixes = tuple(f"{parent.store_id}/" for parent in txn.parents())
     spaces = {key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.prefix.startswith(prefixes)}
     tables: tuple[t.Table[Any], ...] = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
     rows = sum(row.namespace_id in spaces for table in tables for _, row in txn.scan(table))
-    return rows + sum(file.key.startswith(prefixes) for file in read_remote_files(disk, root).values())
+    return rows + sum(key.startswith(prefixes) for key in files)
+
+
+def _foreign_objects_of_archive(bucket: ObjectStore, clone_id: str, disk: Disk) -> int:
+    """Return the number of parents' objects that the oldest restorable moment of a clone's archive reads. Later ones read no
+    others: a clone begins with all that it will ever read."""
+    oldest = Line(bucket, list_archive(bucket, clone_id)).oldest()
+    if oldest is None:
+        return 0
+    scratch = tempfile.mkdtemp(prefix="quire-release-")
+    try:
+        with Replay(disk, scratch) as replay:
+            replay_point(bucket, point_at(bucket, clone_id, oldest.at_ms), replay, no_progress)
+            with replay.rows().read() as txn:
+                return _foreign_objects(txn, [file.key for file in replay.remote.values()])
+    finally:
+        remove_tree(disk, scratch)
 
 
 def release_clone(directory: str | os.PathLike[str], *, options: StoreOptions | None = None) -> Released:
     """Withdraw a clone's registrations, so that its parents may delete what they kept for it.
 
-    Raises `StillReferenced` while the clone still reads any of their objects.
+    Raises `StillReferenced` while the clone, or a restorable moment of its own archive, still reads any of their objects.
     """
     root, disk = os.path.abspath(os.fspath(directory)), OsDisk()
     with open_reader(root, None, SystemClock(), disk) as store, store.manifest.read() as txn:
@@ -248,12 +271,18 @@ def release_clone(directory: str | os.PathLike[str], *, options: StoreOptions | 
         count = foreign_objects(txn, disk, root)
         url = store.objects_url
         options = options or object_access.options_of(txn, store.settings, url)
+        is_archived = store.settings.archive.mode != "off"
     if not parents:
         raise InvalidInput("this store is not a clone", hint="`quire clones ls` lists the clones of a store", path=root)
     if count:
         hint = "drop the databases that it was cloned with, or run `quire clones forget` in the parent"
         raise StillReferenced(f"the clone still reads {count:,} objects of its parents", hint=hint, path=root)
     with closing(open_store(url, options=options)) as bucket:
+        # With archiving off, moments are not kept restorable.
+        if is_archived and (count := _foreign_objects_of_archive(bucket, clone_id, disk)):
+            hint = "wait until they have left the window (archive.retain_seconds), or run `quire clones forget` in the parent"
+            what = f"archived moments of the clone still read {count:,} objects of its parents"
+            raise StillReferenced(what, hint=hint, path=root)
         for parent in parents:
             release(bucket, parent.store_id, clone_id)
     return Released(store_id=clone_id, parents=tuple(parent.store_id for parent in parents))

@@ -28,7 +28,7 @@ from quire.durable.spool import Spool
 from quire.jobs.archive_window import remove_abandoned
 from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
-from quire.jobs.enqueue import prepare_checkpoint, start
+from quire.jobs.enqueue import start
 from quire.jobs.handler import Handler, Progress
 from quire.jobs.job_results import JobResults
 from quire.jobs.locations import StorePool
@@ -93,8 +93,6 @@ class Heavy:
         """
 
         def run(db_ids: list[int], watch: Progress) -> list[Job]:
-            for db_id in db_ids:
-                prepare_checkpoint(self._wiring.context, db_id, leave_open=False)
             return self._run_many(JobKind.CHECKPOINT, db_ids, runner, watch)
 
         return self._in_waves(self._ids_of(names) if names is not None else self._unabsorbed(), run, progress)

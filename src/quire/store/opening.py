@@ -37,10 +37,11 @@ def open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk
     try:
         with manifest.read() as txn:
             object_location.check(txn, root, settings)
+        store = open_for_reader(root, settings, manifest, disk)
     except BaseException:
         manifest.close()
         raise
-    return register_opened(open_for_reader(root, settings, manifest, disk), "r")
+    return register_opened(store, "r")
 
 
 def open_owner(
@@ -66,7 +67,8 @@ def open_owner(
     refuse_standby(disk, root)
     lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
     try:
-        # Again: another process may have created the store before we got the lock.
+        # Again: another process may have created the store, or a standby, before we got the lock.
+        refuse_standby(disk, root)
         state = layout.directory_state(disk, root)
         if state is layout.DirectoryState.EMPTY:
             layout.write_config(disk, root, given.object_store if given else "")

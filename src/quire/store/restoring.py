@@ -38,7 +38,8 @@ from quire.archive.state_files import Origin, write_origin
 from quire.archive.store_choice import choose_store
 from quire.archive.window import point_at
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput
+from quire.core.errors import Corruption, InvalidInput
+from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.core.time_parsing import requested_moment
 from quire.core.timeline import preceding
@@ -293,13 +294,17 @@ def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None
 
 
 def open_written(store: Store) -> None:
-    """Open the page databases that have an unpublished tail, which publishes it."""
+    """Open the page databases that have an unpublished tail, which publishes it. One that cannot be recovered is reported, and
+    raises when it is used: it must not keep the others from being restored or promoted."""
     with store.manifest.read() as txn:
         written = [
             db_id for (db_id,), row in txn.scan(t.DB) if row.kind is DbKind.PAGES and has_open_segment(txn, db_id)
         ]
     for db_id in written:
-        store.pages.open(db_id)
+        try:
+            store.pages.open(db_id)
+        except Corruption as error:
+            emit("error", "restore.database_damaged", path=store.path, db_id=db_id, error=str(error))
 
 
 def quiet_settings(disk: Disk, root: str) -> StoreSettings:

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from quire.core.errors import Conflict, Corruption, InvalidName, NameTaken, UnknownDatabase
-from quire.core.limits import NAME_BYTES_MAX
+from quire.core.limits import MIB, NAME_BYTES_MAX
 from quire.core.time_parsing import requested_moment
 from quire.durable import names
 from quire.durable.failpoints import hit
@@ -50,6 +50,12 @@ TAG = "quire.restoring"
 """Tag of a database that is being copied; its value is the final name."""
 SUFFIX = ".restoring"
 RECORDS_PER_APPEND = 4096
+APPEND_BYTES = 8 * MIB
+"""Payload of one append, which is in memory: a record may have a megabyte."""
+
+_lock = threading.Lock()
+_under_way: set[tuple[str, str]] = set()
+"""(store, name) of the restores that threads of this process are copying; guarded by `_lock`."""
 
 
 class RestoredDatabase(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +157,30 @@ def _check_new_name(new: str) -> None:
 def _copy(store: Store, copy: Store, source: DatabaseInfo, new: str, progress: Progress) -> tuple[int, int, str]:
     """Copy one database under a temporary name, then rename it. Return its (id, items, digest)."""
     staging = new + SUFFIX
+    with _alone(store, new):
+        return _copy_as(store, copy, source, new, staging, progress)
+
+
+@contextmanager
+def _alone(store: Store, new: str) -> Iterator[None]:
+    """Refuse other restores under this name during the block: each would take the other's copy for that of a killed attempt."""
+    name = store.path, new
+    with _lock:
+        if name in _under_way:
+            raise Conflict(
+                "a database is already being restored under this name", hint="wait until it is there", name=new
+            )
+        _under_way.add(name)
+    try:
+        yield
+    finally:
+        with _lock:
+            _under_way.discard(name)
+
+
+def _copy_as(
+    store: Store, copy: Store, source: DatabaseInfo, new: str, staging: str, progress: Progress
+) -> tuple[int, int, str]:
     with suppress(UnknownDatabase):
         if TAG not in store.database(staging).tags:
             raise Conflict("the temporary name for the copy is taken by another database", name=staging)
@@ -236,13 +266,26 @@ def _copy_records(
 ) -> tuple[int, str]:
     restored, stream = copy.stream(source.name), store.stream(target.name)
     first, end = restored.first_record, restored.end_record
-    payloads = (bytes(record.payload) for record in restored.read(first, end))
     copied = 0
-    while block := list(islice(payloads, RECORDS_PER_APPEND)):
+    for block in _blocks(bytes(record.payload) for record in restored.read(first, end)):
         stream.append(block).result()
         copied += len(block)
         progress("copying", copied, end - first)
     return copied, _compared(_records_digest(restored), _records_digest(stream), target)
+
+
+def _blocks(payloads: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Yield the payloads in lists for one append each."""
+    block: list[bytes] = []
+    size = 0
+    for payload in payloads:
+        block.append(payload)
+        size += len(payload)
+        if size >= APPEND_BYTES or len(block) >= RECORDS_PER_APPEND:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
 def _records_digest(stream: Stream) -> str:

@@ -432,7 +432,7 @@ class Store:
         if (source := self.database(template)).kind is not DbKind.PAGES:
             text = "only page databases can be forked in bulk"
             raise WrongKind(text, hint="use `fork` for key-value databases", name=template, kind=source.kind.name)
-        kept = self._parts.snapshot(template, "", {"by": "fork_many"}) if at is None else None
+        kept = self._parts.snapshot_for_forks(template) if at is None else None
         info = kept if kept is not None else self.manifest.snapshots.get(template, at if at is not None else 0)
         try:
             return bulk.fork_many(self.manifest, info.db_id, info.snapshot_id, names, tags or {})

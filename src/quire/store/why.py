@@ -187,6 +187,8 @@ def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -
     release = drop(name, row, snapshot_id)
     if row.tags.get("by") == "lend":
         holder = Holder("reader", "a query", "reads it (Spark or another reader)", release)
+    elif row.tags.get("by") == "fork_many":
+        holder = Holder("job", "fork_many", "makes forks from it", release)
     elif WINDOW_TAG in row.tags:
         holder = Holder("time", "time travel", "serves time travel to nearby times", release)
     elif is_dropped(row):

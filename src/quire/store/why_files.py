@@ -378,6 +378,8 @@ def with_purpose(row: SnapshotRecord, what: str) -> str:
     """Return `what`, preceded by the purpose of a snapshot that no user named: a query, time travel, or a pending undrop."""
     if row.tags.get("by") == "lend":
         return f"is held by a query (Spark or another reader) that {what}"
+    if row.tags.get("by") == "fork_many":
+        return f"is there for forks that are being made, and {what}"
     if WINDOW_TAG in row.tags:
         return f"is there for time travel, and {what}"
     if is_dropped(row):

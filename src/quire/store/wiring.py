@@ -31,7 +31,7 @@ from quire.jobs.runner import Runners
 from quire.jobs.worker import Worker
 from quire.lsm.engine import KvEngine
 from quire.manifest.namespaces import collector_of
-from quire.manifest.records import DbKind
+from quire.manifest.records import FORKS_TAGS, DbKind
 from quire.manifest.snapshots import SnapshotInfo
 from quire.objects.open import open_store
 from quire.spark.sessions import spark_runner
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from quire.sqlite.followers import FileFollowers
 
 R = TypeVar("R")
+
+FORKS_MS = 86_400_000
+"""How long the snapshot from which many forks are made is kept if the process that makes them is killed."""
 
 STORES, FILES, RIGHTS = "stores", "files", "rights"
 """Parts that may still be created after `close`: others need them while they are being closed."""
@@ -337,9 +340,15 @@ class Wiring:
         db_id, kind, in_segment = self._locate_database(db)
         if kind is not DbKind.PAGES:
             return self.engine_of(kind).snapshot(db, name, tags=tags)
-        if in_segment:
-            return self.pages.snapshot(db_id, name, tags=tags)
-        return self._manifest.snapshots.publish(db_id, name, tags=tags)
+        keep = self.pages.snapshot if in_segment else self._manifest.snapshots.publish
+        return keep(db_id, name, tags=tags)
+
+    def snapshot_for_forks(self, template: str) -> SnapshotInfo:
+        """Take a snapshot of a page database from which many forks are made. The caller drops it."""
+        db_id, _, in_segment = self._locate_database(template)
+        expires_at_ms = self._manifest.clock.now_ms() + FORKS_MS
+        keep = self.pages.snapshot if in_segment else self._manifest.snapshots.publish
+        return keep(db_id, "", tags=FORKS_TAGS, expires_at_ms=expires_at_ms)
 
     def fork(
         self, db: int | str, new_name: str, *, at: int | str | Epoch | datetime | None, options: ForkOptions
