@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from quire.cli.output import width_of
-from tests.cli.commands import COMMANDS, GROUPS
 from quire.cli.declarations import NUMBER_MAX
 from quire.cli.errors import INTERNAL, USAGE
+from quire.cli.output import width_of
+from tests.cli.commands import COMMANDS, GROUPS
 from tests.cli.conftest import Run, quire_program
 
 WORDS = [(), *((name,) for name in GROUPS), *COMMANDS]
