@@ -62,7 +62,11 @@ def import_(
     """
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         before = _kept_before(store, name or name_for(file), replace=replace)
-        done = import_file(store.manifest, store.pages, file, name, lock=lock, progress=bars)
+        try:
+            done = import_file(store.manifest, store.pages, file, name, lock=lock, progress=bars)
+        except BaseException:
+            _drop_if_unchanged(store, before)
+            raise
         if before is not None and not done.changed_pages:
             store.drop_snapshot(before.db_id, before.snapshot_id)
             before = None
@@ -94,6 +98,16 @@ def _kept_before(store: Store, name: str, *, replace: bool) -> SnapshotInfo | No
         hint = "use `--replace` to replace its content, which keeps it as a snapshot, or import under another name"
         raise AlreadyExists("a database with this name already exists", hint=hint, name=name)
     return store.snapshot(name, tags={"before": "import"})
+
+
+def _drop_if_unchanged(store: Store, before: SnapshotInfo | None) -> None:
+    """Drop the snapshot that an import made, unless the import has failed after it changed the database."""
+    if before is None:
+        return
+    with store.pages.open(before.db_id).open_snapshot(written=True, tags={"reader": "sqlite import"}) as newest:
+        changed = newest.lsn != before.anchor_lsn
+    if not changed:
+        store.drop_snapshot(before.db_id, before.snapshot_id)
 
 
 @command("export", group, example="quire sqlite export shop ./monday.db --at monday")
