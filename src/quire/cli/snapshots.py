@@ -209,7 +209,8 @@ def drop(
         with store.manifest.read() as txn:
             share = snapshots_share(txn, info.db_id, [info.snapshot_id])
         if not yes:
-            back = "" if now else " (it can be brought back for a day)"
+            seconds = 0 if now or info.expires_at_ms else int(store.settings.maintenance.undrop_seconds)
+            back = f" (it can be brought back for {_length(seconds)})" if seconds else " (it cannot be brought back)"
             question = f"drop snapshot {title_of(info)} of {database}, {share_clause(share)}{back}?"
             confirm(question, "nothing was dropped", {"dropped": None, "until_ms": None, "share": None})
         store.drop_snapshot(info.db_id, info.snapshot_id, undoable=not now)
@@ -222,6 +223,10 @@ def drop(
         text=f"dropped snapshot {title_of(info)} of {database}{later}",
         data={"dropped": snapshot_json(info, database), "until_ms": until_ms, "share": share_json(share)},
     )
+
+
+def _length(seconds: int) -> str:
+    return "a day" if seconds == 86_400 else span(seconds * 1000)
 
 
 def _can_return(database: str, info: SnapshotInfo, until_ms: int) -> str:
