@@ -341,4 +341,5 @@ def set_options(
             tags = {key: value for key, value in store.database(database).tags.items() if key not in (untag or [])}
             tags |= tags_of(tag or [], reserved="")
         changed = store.set_options(database, tags=tags, compression=compression)
-    return Note(text=f"{changed.name}: {tags_text(changed.tags) or 'no tags'}", data=changed)
+    chunks = f"; compression of new chunks: {compression}" if compression else ""
+    return Note(text=f"{changed.name}: {tags_text(changed.tags) or 'no tags'}{chunks}", data=changed)

@@ -261,8 +261,10 @@ def tier(
     """Move sealed segments between tiers."""
     if move not in MOVES:
         raise InvalidInput("unknown move", hint=f"moves: {', '.join(MOVES)}", move=move)
+    if warm and move != "evict":
+        raise InvalidInput("`--warm` only applies to evict", hint="omit it", move=move)
     with _open(cli, database) as stream:
-        how: dict[str, Any] = {"warm": True} if warm and move == "evict" else {}
+        how: dict[str, Any] = {"warm": True} if warm else {}
         count = getattr(stream, move)(*(segment or ()), **how)
     what = count_of(count, "copy", "copies") if move == "evict" else count_of(count, "segment")
     return Note(text=f"{move}: {what} of {database}", data={"move": move, "count": count})
@@ -369,6 +371,8 @@ def retention(
     apply: Annotated[bool, Option("--apply", help="Apply it now.")] = False,
 ) -> Note:
     """Show or set the retention of a stream."""
+    if reset and (days is not None or max_bytes is not None or consumed):
+        raise InvalidInput("`--reset` cannot be combined with other limits", hint="omit `--reset` to set them")
     with _open(cli, database) as stream:
         if reset:
             stream.retain(None)
