@@ -168,7 +168,8 @@ def follow(
     if REMOTE_ANSWER.get() is not None and not once:
         with cli.owner() as store:
             kept = store.followers.follow(file, name, interval_seconds=interval)
-        text = f"the server follows {kept.path} as {kept.database}; `quire sqlite unfollow {kept.database}` stops it"
+        stop = f"`quire sqlite unfollow {shlex.quote(kept.database)}` stops it"
+        text = f"the server follows {kept.path} as {kept.database}; {stop}"
         return Note(text=text, data=kept)
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         follower = Follower(
@@ -266,7 +267,8 @@ DISOWNED = "this directory is not the owner of its store"
 def _where_to_write(database: str, at: str, why_read_only: str) -> str:
     """Return the hint for a write to a database that is open for reading."""
     if at:
-        return f"an earlier version is read-only: `quire fork {database} NEW --at {at}` creates a writable copy"
+        fork = f"`quire fork {shlex.quote(database)} NEW --at {shlex.quote(at)}`"
+        return f"an earlier version is read-only: {fork} creates a writable copy"
     if why_read_only == DISOWNED:
         return "write to the owner; `quire doctor` shows what this directory is"
     if why_read_only:

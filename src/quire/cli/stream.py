@@ -27,6 +27,7 @@ from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, StoreLocked
+from quire.core.timeline import skip_gap
 from quire.stream.gaps import after_records, before_records
 from quire.stream.state import Retention
 from quire.stream.verify import problems
@@ -208,9 +209,11 @@ def info(cli: Cli, database: Database) -> Facts:
     """Show the size, tiers, consumers and retention of a stream."""
     with _reading(cli, database) as stream:
         figures = stream.info()
+    # The ids after the last record may be those that a takeover has skipped.
+    end = skip_gap(figures.gaps, before_records(figures.gaps, figures.end_record, 1)) + 1
     held = ", ".join(f"{name} at {consumer.position}" for name, consumer in sorted(figures.consumers.items()))
     lines = [
-        ("records", f"{_id_range(figures.records, figures.first_record, figures.end_record)}"),
+        ("records", _id_range(figures.records, figures.first_record, end)),
         ("hot", f"{count_of(figures.hot_segments, 'segment')}, {size(figures.hot_bytes)}"),
         ("warm", f"{count_of(figures.warm_segments, 'segment')}, {size(figures.warm_bytes)}"),
         ("remote", f"{count_of(figures.remote_segments, 'segment')}, {size(figures.remote_bytes)}"),
@@ -289,7 +292,7 @@ def published(store: Store, database: str) -> Note:
     result = job.result
     text = f"{database}: {count_of(result['chunks'], 'segment')} published as chunks, {size(result['bytes'])}"
     if result["missing"]:
-        text += f"; {count_of(result['missing'], 'segment')} without a copy: see `quire stream verify {database}`"
+        text += f"; {count_of(result['missing'], 'segment')} without a copy: see `quire stream verify {shlex.quote(database)}`"
     return Note(text=text, data=result)
 
 
