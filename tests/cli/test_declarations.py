@@ -86,6 +86,10 @@ def test_a_function_is_called_with_the_arguments_of_its_signature(
         ("north -c 0", "invalid value for '--coats' / '-c': 0 is less than 1"),
         ("north -c 1.5", "invalid value for '--coats' / '-c': '1.5' is not a whole number"),
         ("north --thinned much", "invalid value for '--thinned': 'much' is not a number"),
+        ("north --thinned nan", "invalid value for '--thinned': 'nan' is not a number"),
+        ("north --thinned inf", "invalid value for '--thinned': 'inf' is not a number"),
+        ("north --thinned 1e300", "invalid value for '--thinned': '1e300' is too large"),
+        (f"north -c {2**63 - 1}", f"invalid value for '--coats' / '-c': '{2**63 - 1}' is too large"),
         ("north --coat 3", "no such option '--coat'"),
     ],
 )

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from quire.cli.declarations import NUMBER_MAX
+from quire.cli.errors import INTERNAL, USAGE
 from quire.cli.output import width_of
 from tests.cli.commands import COMMANDS, GROUPS
 from tests.cli.conftest import Run, quire_program
@@ -42,3 +44,11 @@ def test_an_invalid_number_is_explained(run: Run, value: str) -> None:
     assert result.code == 2
     assert "range" not in result.err
     assert result.err.splitlines()[1] == "next:  see `quire stream tail --help`"
+
+
+@pytest.mark.parametrize(
+    "line", [("ls", "--limit"), ("jobs", "ls", "--limit"), ("audit", "--limit"), ("kv", "scan", "x", "-n")]
+)
+def test_the_largest_number_is_no_bug(run: Run, line: tuple[str, ...]) -> None:
+    assert run(*line, str(NUMBER_MAX)).code != INTERNAL
+    assert run(*line, str(NUMBER_MAX + 1)).code == USAGE

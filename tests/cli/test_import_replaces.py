@@ -5,8 +5,14 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import quire
+from quire.cli import sqlite as sqlite_commands
+from quire.core.errors import Corruption
+from quire.sqlite.importing import import_file
 from tests.cli.conftest import Run
 
 
@@ -41,3 +47,26 @@ def test_an_import_that_changes_nothing_leaves_no_snapshot(run: Run, path: Path,
     assert run("sqlite", "import", file, "--replace", "--json").data["snapshot_id"] == 0
     with quire.open(path) as store:
         assert store.database("shop").snapshots == 0
+
+
+def test_an_import_that_fails_leaves_no_snapshot(run: Run, path: Path, tmp_path: Path) -> None:
+    """Each attempt left one, which kept the old pages."""
+    run("sqlite", "import", file_with(tmp_path / "a.db", "a"), "fresh")
+    before = run("snapshot", "ls", "fresh", "--json").data
+    (tmp_path / "bad.db").write_text("this is not a database" * 1000)
+    assert run("sqlite", "import", str(tmp_path / "bad.db"), "fresh", "--replace").code == 2
+    assert run("snapshot", "ls", "fresh", "--json").data == before
+
+
+def test_an_import_that_fails_after_it_has_changed_the_database_keeps_the_snapshot(
+    run: Run, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("sqlite", "import", file_with(tmp_path / "a.db", "a"), "fresh")
+
+    def fails_late(*arguments: Any, **options: Any) -> None:
+        import_file(*arguments, **options)
+        raise Corruption("it was read back differently")
+
+    monkeypatch.setattr(sqlite_commands, "import_file", fails_late)
+    assert run("sqlite", "import", file_with(tmp_path / "b.db", "b"), "fresh", "--replace").code == 7
+    assert [row["tags"] for row in run("snapshot", "ls", "fresh", "--json").data] == [{"before": "import"}]

@@ -67,6 +67,10 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("retention set shop --keep soon", 2, "90s"),
     ("audit --since x", 2, "2026-05-01"),
     ("serve --listen foo", 2, "grpc://"),
+    # options that exclude each other
+    ("gc --keep 00000001/00000000/base:00000001 --until 7d --dry-run", 2, "nothing else"),
+    ("stream retention clicks --reset --days 5", 2, "omit `--reset`"),
+    ("stream tier clicks upload --warm", 2, "omit it"),
 ]
 
 
@@ -93,6 +97,22 @@ def test_a_name_may_contain_whatever_a_shell_can_pass(run: Run, name: str) -> No
     assert name in [row["name"] for row in run("ls", "--json").data]
     assert run("snapshot", "create", "--", name, "monday", at=None, QUIRE_STORE=store_of(run)).code == 0
     assert run("drop", "--yes", "--snapshots", "--", name, at=None, QUIRE_STORE=store_of(run)).code == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("create", "BAD"),
+        ("ls", "BAD"),
+        ("drop", "BAD", "--yes"),
+        ("snapshot", "create", "shop", "BAD"),
+        ("kv", "get", "BAD", "x"),
+    ],
+)
+def test_a_name_that_is_not_unicode_is_a_mistake(run: Run, line: tuple[str, ...]) -> None:
+    """A shell passes any bytes; it ended as a bug in quire."""
+    result = run(*(word.replace("BAD", "x\udcff") for word in line))
+    assert (result.code, result.out) == (2, "")
 
 
 def store_of(run: Run) -> str:

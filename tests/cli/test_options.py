@@ -53,6 +53,18 @@ def test_messages_name_only_existing_options() -> None:
     assert [(words, option) for words, option in sorted(named) if option not in known[words]] == []
 
 
+def test_names_and_paths_in_quoted_commands_are_quoted_for_the_shell() -> None:
+    """A hint for the database `it's`, or a directory with a space, must be usable as it stands."""
+    bare = re.compile(r"`quire [^`\n]*\{(?:\w+\.)*(?:\w*name|database|stream|snapshot|path|root|directory|url|label)\}")
+    found = [
+        f"{path.relative_to(SRC)}: {line.strip()}"
+        for path in (SRC / "quire").rglob("*.py")
+        for line in path.read_text("utf-8").splitlines()
+        if bare.search(line)
+    ]
+    assert found == []
+
+
 def test_every_command_has_one_heading() -> None:
     listed = " ".join(SECTIONS.values()).split()
     assert sorted(listed) == sorted(LINES)

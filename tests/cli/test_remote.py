@@ -59,6 +59,32 @@ def run(path: Path, *arguments: str, code: int | None = 0) -> CommandResult:
     return result
 
 
+def test_json_of_the_owner_is_valid_on_a_stdout_without_unicode(root: Path) -> None:
+    """The owner wrote characters that the client's stdout escaped as Python does: \\xfc is not JSON."""
+    run(root, "kv", "put", "größen", "a", "b", "--create")
+    env = {"PYTHONIOENCODING": "ascii"}
+    shown = quire_program("stats", "größen", "--runner", "threads", "--json", "--store", str(root), env=env)
+    assert shown.stdout.isascii()
+    assert [row["database"] for row in json.loads(shown.stdout)] == ["größen"]
+    as_text = quire_program("stats", "größen", "--runner", "threads", "--json", "--store", str(root))
+    assert "größen" in as_text.stdout
+    run(root, "drop", "größen", "--yes")
+
+
+def test_a_name_that_is_not_unicode_is_a_mistake(root: Path) -> None:
+    for line in (["create", "x\udcff"], ["kv", "get", "x\udcff", "a"], ["stats", "x\udcff", "--runner", "threads"]):
+        assert "owner hung up" not in run(root, *line, code=2).err
+
+
+def test_a_relative_url_of_a_namespace_is_relative_to_the_client(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    created = json.loads(run(root, "namespace", "create", "cold", "./cold", "--json").out)
+    assert created["url"] == str(tmp_path / "cold")
+    run(root, "namespace", "drop", "cold", "--yes")
+
+
 def test_versions_are_created_and_dropped(root: Path) -> None:
     run(root, "snapshot", "create", "shop", "wednesday")
     dropped = json.loads(run(root, "snapshot", "drop", "shop", "wednesday", "--yes", "--json").out)

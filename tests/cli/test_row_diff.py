@@ -87,3 +87,12 @@ def test_diff_beside_an_owner_that_does_not_serve(prices: Path) -> None:
         result = quire_program("snapshot", "diff", "prices", "monday", "--rows", "--json", "--store", str(prices))
     data = json.loads(result.stdout)
     assert [table["table"] for table in data["tables"]] == ["gone", "item", "keyed", "made"]
+
+
+def test_names_of_tables_do_not_reach_the_terminal_unescaped(run: Run, path: Path) -> None:
+    with quire.open(path) as store, store.sqlite("shop") as db:
+        db.execute('create table "a\x1b[2J\nb"(x)')
+    run("snapshot", "create", "shop", "empty")
+    with quire.open(path) as store, store.sqlite("shop") as db:
+        db.execute('insert into "a\x1b[2J\nb" values (1)')
+    assert r"a\x1b[2J\nb: 1 inserted" in run("snapshot", "diff", "shop", "empty", "--rows").out

@@ -127,12 +127,23 @@ def test_a_snapshot_is_found_by_name_first_then_by_id(run: Run, shop: Path) -> N
         assert (result.code, result.err.splitlines()[1]) == (3, "next:  `quire snapshot ls shop` lists them")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0, "it cannot be brought back"), (7200, "it can be brought back for 2 h")]
+)
+def test_drop_says_how_long_it_can_be_undone(run: Run, shop: Path, seconds: int, says: str) -> None:
+    (shop / "quire.toml").write_text(f"[maintenance]\nundrop_seconds = {seconds}\n")
+    refused = run("snapshot", "drop", "shop", "monday", answer="n\n")
+    assert refused.err.endswith(f"({says})? [y/N] ")
+
+
 def test_drop_asks_and_lists_what_is_freed(run: Run, shop: Path) -> None:
     refused = run("snapshot", "drop", "shop", "monday", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was dropped\n")
     question = "drop snapshot monday (id 1) of shop, which shares all its chunks and segments"
     assert refused.err == f"{question} (it can be brought back for a day)? [y/N] "
-    assert run("snapshot", "drop", "shop", "monday", "--now", answer="n\n").err == f"{question}? [y/N] "
+    assert run("snapshot", "drop", "shop", "monday", "--now", answer="n\n").err == (
+        f"{question} (it cannot be brought back)? [y/N] "
+    )
     nothing = {"dropped": None, "until_ms": None, "share": None}
     assert run("snapshot", "drop", "shop", "monday", "--json", answer="\n").data == nothing
     unanswered = run("snapshot", "drop", "shop", "monday", answer="")
@@ -153,7 +164,7 @@ def test_drop_shows_the_bytes_that_only_it_holds(run: Run, shop: Path) -> None:
     assert run("checkpoint", "shop").code == 0
     prompt = run("snapshot", "drop", "shop", "pinned", "--now", answer="n\n").err
     assert "and delete 1 WAL segment (" in prompt
-    assert "that only it holds? [y/N]" in prompt
+    assert "that only it holds (it cannot be brought back)? [y/N]" in prompt
     result = run("snapshot", "drop", "shop", "pinned", "--now", "--yes", "--json").data
     assert (result["dropped"]["name"], result["share"]["wal_segments"], result["share"]["artifacts"]) == (
         "pinned",

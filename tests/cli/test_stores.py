@@ -169,6 +169,35 @@ def test_drop_asks(run: Run) -> None:
     assert run("drop", "shop", "--json", answer="y\n").data["dropped"]["name"] == "shop"
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_drop_now_says_that_it_is_final(run: Run, is_dropped: bool) -> None:
+    if is_dropped:
+        run("drop", "shop", "--yes")
+    refused = run("drop", "shop", "--now", answer="n\n")
+    assert refused.code == 1
+    assert "It cannot be brought back. [y/N]" in refused.err
+
+
+def test_dropped_databases_are_filtered_and_limited(run: Run) -> None:
+    run("create", "tenant-1")
+    run("create", "tenant-2")
+    for name in ("tenant-1", "tenant-2", "clicks"):
+        run("drop", name, "--yes")
+
+    def listed(*arguments: str) -> list[str]:
+        return [row["name"] for row in run("ls", "--dropped", *arguments, "--json").data]
+
+    assert listed() == ["clicks", "tenant-2", "tenant-1"]
+    assert listed("tenant-") == listed("tenant-*") == ["tenant-2", "tenant-1"]
+    assert listed("--kind", "stream") == ["clicks"]
+    assert listed("--limit", "1") == ["clicks"]
+    assert "there are more: `--limit 0` lists all" in run("ls", "--dropped", "--limit", "1").out
+    assert "there are more" not in run("ls", "--dropped").out
+    assert run("ls", "nothing", "--dropped").out == "no dropped database matches\n"
+    for option in (("--tag", "a"), ("--sort", "size"), ("--after", "clicks")):
+        assert run("ls", "--dropped", *option).code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

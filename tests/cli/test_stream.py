@@ -100,3 +100,15 @@ def test_the_exit_code_reports_what_a_repair_cannot_save(run: Run, path: Path) -
         assert result.code == 1
         assert "records 1 to 3: segment 1 has no sound copy" in result.out
     assert run("drop", "clicks", "--yes").code == 0
+
+
+def test_info_ends_with_the_last_record_after_a_takeover(run: Run, tmp_path: Path) -> None:
+    """It counted the ids that the takeover has skipped: "ids 1 to 630,931,306,233" of two records."""
+    first, bucket, second = tmp_path / "first", tmp_path / "bucket", tmp_path / "second"
+    run("init", str(first), "--object-store", str(bucket), at=None)
+    run("stream", "append", "clicks", "a", "b", "--create", at=first)
+    assert run("archive", "on", at=first).code == 0
+    assert run("restore-store", str(bucket), str(second), "--takeover", at=None).code == 0
+    assert run("stream", "info", "clicks", at=second).out.startswith("records       2, ids 1 to 2\n")
+    run("stream", "append", "clicks", "c", at=second)
+    assert run("stream", "info", "clicks", at=second).out.startswith("records       3, ids 1 to 630,931,306,234\n")

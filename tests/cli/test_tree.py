@@ -47,6 +47,23 @@ def test_forks_are_shown_below_their_parent(run: Run, store_with_forks: Path) ->
     ], "a dropped database is shown only because of its forks"
 
 
+def test_a_dropped_database_that_can_be_brought_back(run: Run, store_with_forks: Path) -> None:
+    """It had its hidden name, /dropped/7, and was listed like a live one."""
+    run("drop", "grandchild", "--yes")
+    run("drop", "clicks", "--yes")
+    run("fork", "copy", "below")
+    run("drop", "copy", "--yes")
+    assert lines_of_tree(run("tree").out) == [
+        "shop  pages",
+        "├── @monday  WHEN, by=ann",
+        "├── #2  WHEN",
+        "└── copy  id 5, dropped, forked WHEN",
+        "    └── below  pages, forked WHEN",
+    ]
+    roots = {root["name"]: root for root in run("tree", "--json").data}
+    assert roots["clicks"]["status"] == "tombstoned"
+
+
 def test_snapshots_created_by_the_system_show_their_purpose(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.snapshot("shop", tags={"by": "lend"})

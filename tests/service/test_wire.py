@@ -52,6 +52,17 @@ def test_values_that_msgpack_cannot_encode_become_text() -> None:
     assert isinstance(wire.error_of(form), quire.InvalidInput)
 
 
+def test_an_error_about_text_that_is_not_unicode_can_be_sent() -> None:
+    """It ended the owner's thread for the connection, and the client asked again and again."""
+    error = quire.InvalidInput("no \udcff", hint="\udcfe", name="x\udcfd", names=["y\udcfc"], long="\udcff" * 9_000)
+    with pytest.raises(wire.RemoteError) as refused:
+        wire.read_answer(b"".join(wire.write_error(error)), int)
+    form = refused.value.form
+    assert (form.what, form.hint, form.where["name"]) == (r"no \udcff", r"\udcfe", r"x\udcfd")
+    assert form.where["names"] == [r"y\udcfc"]
+    assert len(wire.write_form(error)) < 7_000, "it must fit into a header"
+
+
 def test_long_answers_are_split_and_joined() -> None:
     value = [b"x" * 700_000] * 5
     parts = list(wire.write_answer(value))

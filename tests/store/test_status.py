@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire.core.errors import InvalidInput, ReadOnly
 from quire.core.settings import MaintenanceSettings, StoreSettings
-from quire.manifest.records import Compression, DbStatus
+from quire.manifest.records import Compression, DbStatus, JobState
 
 
 @pytest.fixture
@@ -96,6 +96,30 @@ def test_a_fork_inherits_tags_and_adds_its_own(store: quire.Store, kind: str) ->
     assert fork.tags == {"team": "sales", "stage": "trial"}
     assert store.set_options("trial", tags={"owner": "ann"}).tags == {"owner": "ann"}
     assert store.database("shop").tags == {"team": "sales", "stage": "live"}
+
+
+def test_a_database_is_used_on_after_a_change_of_its_compression(tmp_path: Path) -> None:
+    """The hash of its shape contained the compression: the database, and a fork with another one, did not open any more."""
+    with quire.open(tmp_path) as store:
+        store.create("shop", "pages")
+        for number, compression in enumerate(("none", "zstd", "none")):
+            with store.sqlite("shop") as db:
+                db.execute("create table if not exists item(id integer primary key, text)")
+                db.execute("insert into item(text) values (?)", (str(number) * 20_000,))
+            store.checkpoint("shop")
+            store.set_options("shop", compression=compression)
+        with store.sqlite("shop") as db:
+            assert db.execute("select count(*) from item").fetchone() == (3,)
+        store.fork("shop", "packed", compression="zstd")
+    with quire.open(tmp_path) as store:
+        for name in ("shop", "packed"):
+            with store.sqlite(name) as db:
+                db.execute("insert into item(text) values ('x')")
+            assert store.checkpoint(name).state is JobState.SUCCEEDED
+            assert store.heavy.merge_all([name]).failed == 0
+            with store.sqlite(name) as db:
+                texts = [text for (text,) in db.execute("select text from item order by id")]
+                assert texts == [*(str(number) * 20_000 for number in range(3)), "x"]
 
 
 def test_a_fork_can_have_its_own_compression(store: quire.Store) -> None:

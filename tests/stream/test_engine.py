@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.core.errors import DatabaseTombstoned, ReadOnly, StoreClosed, UnknownDatabase, WrongKind
+from quire.core.errors import DatabaseTombstoned, InvalidInput, ReadOnly, StoreClosed, UnknownDatabase, WrongKind
 from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreSettings, StreamSettings
 from quire.durable.failpoints import armed
 from quire.manifest.records import RetentionRecord
@@ -154,6 +154,14 @@ def test_a_snapshot_seals_and_pins(tmp_path: Path) -> None:
         assert stream.retire() == 0
         store.manifest.snapshots.drop("clicks", "monday")
         assert stream.retire() == 1
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("name", ["seconds", "hold_seconds", "bytes"])
+def test_retention_that_cannot_be_stored_is_refused(name: str, limit: float) -> None:
+    """NaN and infinity were written to the state file, and the stream never opened again."""
+    with pytest.raises(InvalidInput, match="retention limits"):
+        Retention(**{name: limit})
 
 
 def test_a_dropped_stream_leaves_nothing(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from its bucket alone.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
@@ -290,7 +291,9 @@ def abandoned(
                     str(left.objects),
                     size(left.size_bytes),
                     moment(left.ended_at_ms),
-                    f"quire restore-store {url} DIR --epoch {left.owner_epoch}" if left.is_restorable else "",
+                    f"quire restore-store {shlex.quote(url)} DIR --epoch {left.owner_epoch}"
+                    if left.is_restorable
+                    else "",
                 ],
                 left,
             )

@@ -185,4 +185,9 @@ def result_of(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[
         outcome = body(cli, **arguments)
     except Declined as declined:
         return CliResult(Note(text=declined.text, data=declined.data), PROBLEMS)
+    except UnicodeEncodeError as error:
+        if "surrogates" not in error.reason:
+            raise
+        # A word of the command line with other bytes; keys, records and paths may have them, names may not.
+        raise InvalidInput("a name on the command line is not valid UTF-8", hint="names are UTF-8") from error
     return outcome if isinstance(outcome, CliResult) else CliResult(outcome, OK)

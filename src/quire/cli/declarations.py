@@ -13,6 +13,7 @@ Threads: the main thread.
 from __future__ import annotations
 
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 HERE = "."
 STORE_VARIABLE = "QUIRE_STORE"
+NUMBER_MAX = 2**62
+"""The largest number on a command line: fields of the manifest and Python's iterators take no more than about twice that."""
 COMPLETING = "_QUIRE_COMPLETE"
 """The variable in which a shell requests completions."""
 
@@ -70,6 +73,10 @@ class Number(click.ParamType[Any]):
             number = self.kind(value)
         except ValueError:
             self.fail(f"{value!r} is not a {self.name}", param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a {self.name}", param, ctx)
+        if abs(number) > NUMBER_MAX:
+            self.fail(f"{value!r} is too large", param, ctx)
         if self.least is not None and number < self.least:
             self.fail(f"{number} is less than {self.least}", param, ctx)
         return number

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import sys
 import threading
@@ -248,9 +249,8 @@ def _owner(root: str) -> CheckResult:
     lock, is_standby = os.path.join(root, names.LOCK), os.path.exists(os.path.join(root, names.STANDBY))
     if not is_held(lock):
         if is_standby:
-            return CheckResult(
-                "owner", "warn", "no process updates this standby", f"`quire standby URL {root}` continues to follow"
-            )
+            hint = f"`quire standby URL {shlex.quote(root)}` continues to follow"
+            return CheckResult("owner", "warn", "no process updates this standby", hint)
         return CheckResult("owner", "ok", "no process owns the store")
     owner = holder(lock)
     if owner is None:

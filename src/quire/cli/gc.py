@@ -124,6 +124,8 @@ def gc(
     that nothing refers to is deleted after a grace period of a minute (maintenance.delete_grace_seconds).
     """
     if keep or until:
+        if dry_run or now:
+            raise InvalidInput("`--keep` cannot be combined with `--dry-run` or `--now`", hint="it runs nothing else")
         return _keep(cli, keep, until)
     grace_ms = 0 if now else int(cli.settings().maintenance.delete_grace_seconds * 1000)
     if dry_run:

@@ -59,7 +59,7 @@ def get(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
     with cli.readable() as store:
         value = store.kv(database).get(name)
     if value is None:
-        hint = f"`quire kv scan {database}` lists the keys"
+        hint = f"`quire kv scan {shlex.quote(database)}` lists the keys"
         raise NotFound("no such key", hint=hint, key=key, database=database)
     return Note(text=_shown(value, hex_), data={"key": name, "value": value})
 
@@ -213,7 +213,7 @@ def repair(
     done = (
         f"repaired {database}"
         if report.applied
-        else f"nothing was changed: run `quire kv repair {database} --apply` to apply it"
+        else f"nothing was changed: run `quire kv repair {shlex.quote(database)} --apply` to apply it"
     )
     parts: list[Facts | Listing | Note] = [Facts(lines=lines, data=None), lost]
     parts += [doubts] if report.doubts else []

@@ -200,14 +200,14 @@ def _terminal_columns(stream: TextIO) -> int:
         return COLUMNS_UNKNOWN
 
 
-def json_parts(value: Shown) -> Iterator[str]:
-    """Yield a value as one JSON document, in parts."""
+def json_parts(value: Shown, *, ascii_only: bool | None = None) -> Iterator[str]:
+    """Yield a value as one JSON document, in parts. By default stdout determines whether it is ASCII."""
     if not isinstance(value, Listing):
-        yield _json(plain(value.data)) + "\n"
+        yield _json(plain(value.data), ascii_only) + "\n"
         return
     before = "["
     for row in value.rows:
-        yield f"{before}\n{_json(plain(row.data))}"
+        yield f"{before}\n{_json(plain(row.data), ascii_only)}"
         before = ","
     yield "[]\n" if before == "[" else "\n]\n"
 
@@ -238,6 +238,7 @@ def _report(report: Report, style: TerminalStyle) -> Iterator[str]:
 
 
 def _listing(listing: Listing, style: TerminalStyle) -> Iterator[str]:
+    columns = [visible(column) for column in listing.columns]  # a title may be the name of a table in a user's database
     rows = iter(listing.rows)
     step = list(islice(rows, STEP_ROWS))
     if not step and listing.empty:
@@ -246,7 +247,7 @@ def _listing(listing: Listing, style: TerminalStyle) -> Iterator[str]:
     titled = True
     while step:
         cells = [[visible(cell) for cell in row.cells] for row in step]
-        layout = plan(listing.columns, cells, style.width, titled)
+        layout = plan(columns, cells, style.width, titled)
         if titled:
             yield style.styled(layout.header, "1")
             titled = False
@@ -272,9 +273,14 @@ def _facts(facts: Facts, style: TerminalStyle) -> Iterator[str]:
         yield from (" " * indent + line for line in others)
 
 
-def _json(value: Any) -> str:
-    any_character = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    return json.dumps(value, ensure_ascii=not any_character, separators=(", ", ": "))
+def is_ascii_only() -> bool:
+    """Return whether JSON on stdout must be ASCII, because its encoding has not every character."""
+    return not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+
+
+def _json(value: Any, ascii_only: bool | None = None) -> str:
+    escaped = is_ascii_only() if ascii_only is None else ascii_only
+    return json.dumps(value, ensure_ascii=escaped, separators=(", ", ": "))
 
 
 # ── trees ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.command import Cli, result_of
 from quire.cli.job_progress import Display
-from quire.cli.output import Note, TerminalStyle, json_parts, text_parts
+from quire.cli.output import Note, TerminalStyle, is_ascii_only, json_parts, text_parts
 from quire.cli.prompts import REMOTE_ANSWER, Question, agreed, on_terminal
 from quire.cli.stream import appended, next_lines
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
@@ -68,6 +69,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "verify.verify": ("report",),
     "backup.backup": ("target", "since"),
     "backup.restore_db": ("url",),
+    "objects.create_namespace": ("url",),
 }
 """Function → its arguments that are or may be paths (rule 3)."""
 
@@ -111,8 +113,14 @@ def run_at_owner(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], 
             if "runs no commands" in error.what:
                 raise locked from error
             raise
-    sys.stdout.write(done.out)
+    is_escaped = cli.as_json and is_ascii_only()
+    sys.stdout.write(_escaped(done.out) if is_escaped else done.out)
     return done.code
+
+
+def _escaped(document: str) -> str:
+    """Return a JSON document in ASCII: characters beyond it only occur in strings."""
+    return re.sub(r"[^\x00-\x7f]+", lambda found: json.dumps(found[0])[1:-1], document)
 
 
 def _is_listed(function: str) -> bool:
@@ -192,7 +200,9 @@ def run_for_client(store: Store, command: RemoteCommand) -> CommandResult:
         shown, style = result.shown, TerminalStyle(command.width, command.colours)
         if shown is None:
             return CommandResult(code=result.code)
-        return CommandResult(_joined(json_parts(shown) if command.as_json else text_parts(shown, style)), result.code)
+        # The client's stdout decides which characters are escaped, not the owner's.
+        parts = json_parts(shown, ascii_only=False) if command.as_json else text_parts(shown, style)
+        return CommandResult(_joined(parts), result.code)
     except Question as question:
         return CommandResult(question=question.question, otherwise=question.otherwise)
     finally:
@@ -206,7 +216,7 @@ def _joined(parts: Any) -> str:
         if size > ANSWER_CHARACTERS_MAX:
             raise InvalidInput("the output is too long for one reply", hint="use --limit", max=ANSWER_CHARACTERS_MAX)
         texts.append(part)
-    return "".join(texts)
+    return "".join(texts).encode("utf-8", "backslashreplace").decode()  # as stdout writes names that are not UTF-8
 
 
 class OwnerCli(Cli, frozen=True):

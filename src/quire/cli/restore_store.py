@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
@@ -115,14 +116,15 @@ def abandoned_text(verb: str, url: str, result: Restored | Cloned) -> str:
     epoch = result.abandoned.epoch
     return (
         f"at that time the store was in a state of owner epoch {epoch} that a takeover has abandoned; this is the last one "
-        f"before it that is in the newest owner's history. For the other: `quire {verb} {url} DIR --at {at} --epoch {epoch}`"
+        f"before it that is in the newest owner's history. For the other: "
+        f"`quire {verb} {shlex.quote(url)} DIR --at {at} --epoch {epoch}`"
     )
 
 
 def _next_step(restored: Restored, *, takeover: bool, past: bool) -> str:
     if restored.is_backup:
-        return f"`quire verify --store {restored.path}` reads every byte; the store is writable"
-    where = "" if restored.path == os.getcwd() else f" --store {restored.path}"
+        return f"`quire verify --store {shlex.quote(restored.path)}` reads every byte; the store is writable"
+    where = "" if restored.path == os.getcwd() else f" --store {shlex.quote(restored.path)}"
     if takeover:
         return f"`quire serve{where}`, or open it: it is the owner now"
     discard = " --discard" if past else ""

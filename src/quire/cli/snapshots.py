@@ -122,7 +122,7 @@ def rollback(
         return Note(text=f"nothing to do: {database} is already as it {version.then}", data=done)
     changed = count_of(done.changed_keys, "key") if done.changed_keys else count_of(done.changed_pages, "page")
     text = f"{database} is again as it {version.then}: {changed} changed"
-    undo = f"undo with `quire rollback {shlex.quote(database)} --to {done.snapshot}`"
+    undo = f"undo with `quire rollback {shlex.quote(database)} --to {shlex.quote(done.snapshot)}`"
     return Report(parts=[Note(text=text, data=None), Note(text=undo, data=None)], data=done)
 
 
@@ -135,7 +135,7 @@ def ls(cli: Cli, database: Database) -> Listing:
     return Listing(
         columns=[">id", "name", "created", ">size", "about"],
         rows=[ListingRow(_cells(snapshot), snapshot_json(snapshot, database)) for snapshot in infos],
-        empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` creates one",
+        empty=f"{database} has no snapshots: `quire snapshot create {shlex.quote(database)} NAME` creates one",
     )
 
 
@@ -209,7 +209,8 @@ def drop(
         with store.manifest.read() as txn:
             share = snapshots_share(txn, info.db_id, [info.snapshot_id])
         if not yes:
-            back = "" if now else " (it can be brought back for a day)"
+            seconds = 0 if now or info.expires_at_ms else int(store.settings.maintenance.undrop_seconds)
+            back = f" (it can be brought back for {_length(seconds)})" if seconds else " (it cannot be brought back)"
             question = f"drop snapshot {title_of(info)} of {database}, {share_clause(share)}{back}?"
             confirm(question, "nothing was dropped", {"dropped": None, "until_ms": None, "share": None})
         store.drop_snapshot(info.db_id, info.snapshot_id, undoable=not now)
@@ -224,9 +225,13 @@ def drop(
     )
 
 
+def _length(seconds: int) -> str:
+    return "a day" if seconds == 86_400 else span(seconds * 1000)
+
+
 def _can_return(database: str, info: SnapshotInfo, until_ms: int) -> str:
-    name = shlex.quote(info.name or f"#{info.snapshot_id}")
-    return f"; `quire snapshot undrop {shlex.quote(database)} {name}` brings it back until {moment(until_ms)}"
+    words = shlex.join([database, info.name or f"#{info.snapshot_id}"])
+    return f"; `quire snapshot undrop {words}` brings it back until {moment(until_ms)}"
 
 
 @command("undrop", group, example="quire snapshot undrop shop monday")

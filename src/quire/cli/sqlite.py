@@ -62,7 +62,11 @@ def import_(
     """
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         before = _kept_before(store, name or name_for(file), replace=replace)
-        done = import_file(store.manifest, store.pages, file, name, lock=lock, progress=bars)
+        try:
+            done = import_file(store.manifest, store.pages, file, name, lock=lock, progress=bars)
+        except BaseException:
+            _drop_if_unchanged(store, before)
+            raise
         if before is not None and not done.changed_pages:
             store.drop_snapshot(before.db_id, before.snapshot_id)
             before = None
@@ -94,6 +98,16 @@ def _kept_before(store: Store, name: str, *, replace: bool) -> SnapshotInfo | No
         hint = "use `--replace` to replace its content, which keeps it as a snapshot, or import under another name"
         raise AlreadyExists("a database with this name already exists", hint=hint, name=name)
     return store.snapshot(name, tags={"before": "import"})
+
+
+def _drop_if_unchanged(store: Store, before: SnapshotInfo | None) -> None:
+    """Drop the snapshot that an import made, unless the import has failed after it changed the database."""
+    if before is None:
+        return
+    with store.pages.open(before.db_id).open_snapshot(written=True, tags={"reader": "sqlite import"}) as newest:
+        changed = newest.lsn != before.anchor_lsn
+    if not changed:
+        store.drop_snapshot(before.db_id, before.snapshot_id)
 
 
 @command("export", group, example="quire sqlite export shop ./monday.db --at monday")
@@ -154,7 +168,8 @@ def follow(
     if REMOTE_ANSWER.get() is not None and not once:
         with cli.owner() as store:
             kept = store.followers.follow(file, name, interval_seconds=interval)
-        text = f"the server follows {kept.path} as {kept.database}; `quire sqlite unfollow {kept.database}` stops it"
+        stop = f"`quire sqlite unfollow {shlex.quote(kept.database)}` stops it"
+        text = f"the server follows {kept.path} as {kept.database}; {stop}"
         return Note(text=text, data=kept)
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         follower = Follower(
@@ -252,7 +267,8 @@ DISOWNED = "this directory is not the owner of its store"
 def _where_to_write(database: str, at: str, why_read_only: str) -> str:
     """Return the hint for a write to a database that is open for reading."""
     if at:
-        return f"an earlier version is read-only: `quire fork {database} NEW --at {at}` creates a writable copy"
+        fork = f"`quire fork {shlex.quote(database)} NEW --at {shlex.quote(at)}`"
+        return f"an earlier version is read-only: {fork} creates a writable copy"
     if why_read_only == DISOWNED:
         return "write to the owner; `quire doctor` shows what this directory is"
     if why_read_only:

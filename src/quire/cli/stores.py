@@ -43,7 +43,10 @@ from quire.core.json_values import plain
 from quire.core.reader_info import reader_text
 from quire.core.timeline import RANGE_BITS
 from quire.manifest.records import DbStatus
+from quire.service.values import DatabaseFilter
 from quire.store.info import StoreReader
+from quire.store.kind_names import kind_named
+from quire.store.listing_by_name import is_named
 
 if TYPE_CHECKING:
     from quire.archive.status import ArchiveStatus
@@ -72,7 +75,8 @@ def ls(
     most = limit_of(limit, as_json=cli.as_json)
     with StoreReader(cli.path) as store:
         if dropped:
-            return _dropped(store.dropped())
+            wanted = DatabaseFilter(prefix=prefix, kind=kind, tag=tag, sort=sort, after=after)
+            return _dropped(store.dropped(), wanted, most)
         databases = store.databases(
             prefix=prefix, kind=kind, tag=tag, sort=sort, limit=most + 1 if most else 0, after=after
         )
@@ -92,7 +96,14 @@ def ls(
     )
 
 
-def _dropped(databases: list[DroppedDatabase]) -> Listing:
+def _dropped(databases: list[DroppedDatabase], wanted: DatabaseFilter, most: int) -> Listing:
+    if wanted.tag or wanted.after or wanted.sort != "name":
+        hint = "a list of dropped databases begins with the last one dropped"
+        raise InvalidInput("`--dropped` cannot be combined with `--tag`, `--sort` or `--after`", hint=hint)
+    kind = kind_named(wanted.kind) if wanted.kind else None
+    matches = [info for info in databases if is_named(info.name, wanted.prefix) and kind in (None, info.kind)]
+    shown = matches[:most] if most else matches
+
     def cells(info: DroppedDatabase) -> list[str]:
         moments = moment(info.dropped_at_ms), moment(info.until_ms)
         return [
@@ -106,9 +117,11 @@ def _dropped(databases: list[DroppedDatabase]) -> Listing:
 
     return Listing(
         columns=["id", "name", "kind", "dropped", "can be brought back until", ">snapshots", ">size"],
-        rows=[ListingRow(cells(info), info) for info in databases],
-        empty="no dropped databases",
-        closing="`quire undrop NAME` restores one; `quire drop NAME --now` frees its space." if databases else "",
+        rows=[ListingRow(cells(info), info) for info in shown],
+        empty="no dropped database matches" if databases else "no dropped databases",
+        # By id: another database may have the name by now, and would be dropped for ever.
+        closing="`quire undrop NAME` restores one; `quire drop '#ID' --now` frees its space."
+        + ("\nthere are more: `--limit 0` lists all" if len(shown) < len(matches) else ""),
     )
 
 
@@ -239,7 +252,8 @@ def drop(
             return _purge(store, name, yes)
         if not yes:
             also = f" with {count_of(info.snapshots, 'snapshot')}" if snapshots and info.snapshots else ""
-            question = f"drop the {KIND_WORDS[info.kind.name.lower()]} {name}{also}?"
+            lost = " It cannot be brought back." if now else ""
+            question = f"drop the {KIND_WORDS[info.kind.name.lower()]} {name}{also}?{lost}"
             confirm(question, "nothing was dropped", {"dropped": None})
         dropped = store.drop(name, snapshots=snapshots, undoable=not now)
         kept = [gone for gone in store.dropped() if gone.db_id == info.db_id]
@@ -251,7 +265,11 @@ def drop(
 def _purge(store: Store | Client, name: str, yes: bool) -> Note:
     """Remove permanently a database that was dropped before."""
     if not yes:
-        confirm(f"free the space of the dropped database {name}?", "nothing was dropped", {"dropped": None})
+        confirm(
+            f"free the space of the dropped database {name}? It cannot be brought back.",
+            "nothing was dropped",
+            {"dropped": None},
+        )
     gone = store.purge(name)
     text = (
         f"{gone.name} (id {gone.db_id}) cannot be brought back any more; its space is freed when nothing refers to it"
@@ -323,4 +341,5 @@ def set_options(
             tags = {key: value for key, value in store.database(database).tags.items() if key not in (untag or [])}
             tags |= tags_of(tag or [], reserved="")
         changed = store.set_options(database, tags=tags, compression=compression)
-    return Note(text=f"{changed.name}: {tags_text(changed.tags) or 'no tags'}", data=changed)
+    chunks = f"; compression of new chunks: {compression}" if compression else ""
+    return Note(text=f"{changed.name}: {tags_text(changed.tags) or 'no tags'}{chunks}", data=changed)

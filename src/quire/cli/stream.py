@@ -27,6 +27,7 @@ from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, StoreLocked
+from quire.core.timeline import skip_gap
 from quire.stream.gaps import after_records, before_records
 from quire.stream.state import Retention
 from quire.stream.verify import problems
@@ -222,9 +223,11 @@ def info(cli: Cli, database: Database) -> Facts:
     """Show the size, tiers, consumers and retention of a stream."""
     with _reading(cli, database) as stream:
         figures = stream.info()
+    # The ids after the last record may be those that a takeover has skipped.
+    end = skip_gap(figures.gaps, before_records(figures.gaps, figures.end_record, 1)) + 1
     held = ", ".join(f"{name} at {consumer.position}" for name, consumer in sorted(figures.consumers.items()))
     lines = [
-        ("records", f"{_id_range(figures.records, figures.first_record, figures.end_record)}"),
+        ("records", _id_range(figures.records, figures.first_record, end)),
         ("hot", f"{count_of(figures.hot_segments, 'segment')}, {size(figures.hot_bytes)}"),
         ("warm", f"{count_of(figures.warm_segments, 'segment')}, {size(figures.warm_bytes)}"),
         ("remote", f"{count_of(figures.remote_segments, 'segment')}, {size(figures.remote_bytes)}"),
@@ -275,8 +278,10 @@ def tier(
     """Move sealed segments between tiers."""
     if move not in MOVES:
         raise InvalidInput("unknown move", hint=f"moves: {', '.join(MOVES)}", move=move)
+    if warm and move != "evict":
+        raise InvalidInput("`--warm` only applies to evict", hint="omit it", move=move)
     with _open(cli, database) as stream:
-        how: dict[str, Any] = {"warm": True} if warm and move == "evict" else {}
+        how: dict[str, Any] = {"warm": True} if warm else {}
         count = getattr(stream, move)(*(segment or ()), **how)
     what = count_of(count, "copy", "copies") if move == "evict" else count_of(count, "segment")
     return Note(text=f"{move}: {what} of {database}", data={"move": move, "count": count})
@@ -301,7 +306,7 @@ def published(store: Store, database: str) -> Note:
     result = job.result
     text = f"{database}: {count_of(result['chunks'], 'segment')} published as chunks, {size(result['bytes'])}"
     if result["missing"]:
-        text += f"; {count_of(result['missing'], 'segment')} without a copy: see `quire stream verify {database}`"
+        text += f"; {count_of(result['missing'], 'segment')} without a copy: see `quire stream verify {shlex.quote(database)}`"
     return Note(text=text, data=result)
 
 
@@ -383,6 +388,8 @@ def retention(
     apply: Annotated[bool, Option("--apply", help="Apply it now.")] = False,
 ) -> Note:
     """Show or set the retention of a stream."""
+    if reset and (days is not None or max_bytes is not None or consumed):
+        raise InvalidInput("`--reset` cannot be combined with other limits", hint="omit `--reset` to set them")
     with _open(cli, database) as stream:
         if reset:
             stream.retain(None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -215,7 +216,9 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None, home: st
     """Read the list of the backup at `lsn`, or of the newest backup."""
     existing = backups(store, label, home)
     if not existing or (lsn is not None and lsn not in existing):
-        raise NotFound("no such backup", hint=f"`quire kv backups {label}` lists them", label=label, lsn=lsn)
+        raise NotFound(
+            "no such backup", hint=f"`quire kv backups {shlex.quote(label)}` lists them", label=label, lsn=lsn
+        )
     key = _list_key(f"{home}/{label}", existing[-1] if lsn is None else lsn)
     size = store.head(key).size_bytes
     if size > LIST_BYTES_MAX:

@@ -14,6 +14,7 @@ Threads: any. Raises `UnknownSnapshot`, `InvalidInput` for a version that is not
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
@@ -87,7 +88,7 @@ def _snapshot(manifest: ManifestStore, name: str, to: object) -> SnapshotInfo:
     for info in manifest.snapshots.of(name):
         if info.anchor_lsn == to:
             return info
-    hint = f"`quire snapshot ls {name}` lists them"
+    hint = f"`quire snapshot ls {shlex.quote(name)}` lists them"
     raise InvalidInput(
         "a key-value database can only be rolled back to one of its snapshots", hint=hint, name=name, to=str(to)
     )

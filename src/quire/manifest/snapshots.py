@@ -429,8 +429,8 @@ def _node(db_id: int, record: DbRecord | None, damaged: str, forks: tuple[Lineag
         return LineageNode(db_id, damaged, None, 0, 0, 0, 0, 0, forks)
     return LineageNode(
         db_id,
-        record.name,
-        record.status,
+        record.title,  # of one that can be brought back, `name` and `status` are hidden ones
+        DbStatus.TOMBSTONED if record.is_dropped else record.status,
         record.parent_db_id,
         record.parent_snapshot_id,
         record.parent_generation,

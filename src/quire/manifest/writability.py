@@ -6,6 +6,7 @@ Threads: any; two threads that check at the same time both read. Raises `ReadOnl
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from quire.core.errors import DatabaseTombstoned, ReadOnly
@@ -50,8 +51,8 @@ class Writability:
         if record is None or record.status is DbStatus.TOMBSTONED:
             raise DatabaseTombstoned("the database was dropped", hint="create a new one", db_id=self._db_id)
         if record.former_name:
-            hint = f"`quire undrop {record.former_name}` restores it"
+            hint = f"`quire undrop {shlex.quote(record.former_name)}` restores it"
             raise DatabaseTombstoned("the database was dropped", hint=hint, database=record.former_name)
         if record.status is DbStatus.READ_ONLY:
-            hint = f"run `quire db set-status {record.name} active` to write to it again"
+            hint = f"run `quire db set-status {shlex.quote(record.name)} active` to write to it again"
             raise ReadOnly("the database is read-only", hint=hint, database=record.name)

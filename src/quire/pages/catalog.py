@@ -1,7 +1,8 @@
 """Reads the shape of page databases, and the locations of their chunks and segments, from the manifest.
 
-The first open fixes the page size permanently; a later open with another size is refused. A row whose page size, chunk size and
-compression do not match their hash is refused too: every chunk would be read at wrong offsets.
+The first open fixes the page size permanently; a later open with another size is refused. A row whose page size and chunk size
+do not match their hash is refused too: every chunk would be read at wrong offsets. Compression may change: each chunk states
+its own.
 
 Everything but `fix_shape` only reads one transaction. Raises `Corruption` for a missing row, `InvalidInput`, `ConfigMismatch`.
 """
@@ -18,7 +19,7 @@ from quire.durable.names import object_key
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetDbPageSize
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, DbRecord, DbStatus, Residency
+from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus, Residency
 from quire.manifest.store import ManifestStore
 from quire.objects.api import check_prefix, key_below
 from quire.pages.sources import ChunkPlace, SegmentPlace
@@ -39,7 +40,7 @@ def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
 def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, requested: int, default: int) -> PageShape:
     """Return the database's shape, fixing it now if this is the first open."""
     shape = shape_of(db_id, record, requested, default)
-    expected = config_hash(shape.page_size, shape.pages_per_chunk, record)
+    expected = config_hash(shape, record.compression)
     if not record.page_size or (not record.config_hash and record.status is DbStatus.ACTIVE):
         manifest.submit([SetDbPageSize(db_id, *shape, expected)]).result()
     return shape
@@ -53,25 +54,28 @@ def shape_of(db_id: int, record: DbRecord, requested: int, default: int) -> Page
     if not PAGE_SIZE_MIN <= size <= PAGE_SIZE_MAX or size & (size - 1):
         raise InvalidInput("a page size must be a power of two from 512 to 65536", page_size=size)
     shape = PageShape(size, record.pages_per_chunk or CHUNK_BYTES // size)
-    if record.page_size and record.config_hash not in (
-        b"",
-        config_hash(shape.page_size, shape.pages_per_chunk, record),
-    ):
+    if record.page_size:
+        check_hash(db_id, record, shape)
+    return shape
+
+
+def config_hash(shape: PageShape, compression: Compression) -> bytes:
+    """Return a hash of page size and pages per chunk, which determine where each page is in a chunk, and of the compression at
+    the first open."""
+    text = f"pages:{shape.page_size}:{shape.pages_per_chunk}:{int(compression)}"
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def check_hash(db_id: int, record: DbRecord, shape: PageShape) -> None:
+    """Raise `ConfigMismatch` if the hash of a database is not that of its shape."""
+    if record.config_hash and record.config_hash not in [config_hash(shape, each) for each in Compression]:
         raise ConfigMismatch(
-            "the database's page size, chunk size or compression differs from when it was created",
+            "the database's page size or chunk size differs from when it was created",
             hint="open it with the version of quire that created it",
             db_id=db_id,
             page_size=shape.page_size,
             pages_per_chunk=shape.pages_per_chunk,
-            compression=record.compression.name,
         )
-    return shape
-
-
-def config_hash(page_size: int, pages_per_chunk: int, record: DbRecord) -> bytes:
-    """Return a hash of page size, pages per chunk and compression, which determine where each page is in a chunk."""
-    text = f"pages:{page_size}:{pages_per_chunk}:{int(record.compression)}"
-    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 _HINT = "run `quire manifest check`"

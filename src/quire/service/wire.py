@@ -132,7 +132,12 @@ def read_answer(whole: bytes, kind: Any) -> Any:
 def form_of(error: QuireError, *, again: bool = False) -> ErrorForm:
     """Return the form of an error; coordinates of types that msgpack does not have become text."""
     where = {name: _portable(value) for name, value in list(error.where.items())[:WHERE_MAX]}
-    return ErrorForm(type(error).__name__, error.what[:TEXT_CHARS_MAX], error.hint[:TEXT_CHARS_MAX], where, again)
+    return ErrorForm(type(error).__name__, _text(error.what), _text(error.hint), where, again)
+
+
+def _text(text: str) -> str:
+    """Return the beginning of a text. Surrogates, of a path or a name that is not UTF-8, are escaped: msgpack has none."""
+    return text[:TEXT_CHARS_MAX].encode("utf-8", "backslashreplace").decode()[:TEXT_CHARS_MAX]
 
 
 def _portable(value: Any) -> Any:
@@ -144,7 +149,7 @@ def _portable(value: Any) -> Any:
         return value[:TEXT_CHARS_MAX]
     if isinstance(value, list | tuple | set | frozenset) and len(value) <= WHERE_MAX:
         return [_portable(item) for item in value]
-    return str(value)[:TEXT_CHARS_MAX]
+    return _text(str(value))
 
 
 def write_form(error: QuireError, *, again: bool = False) -> bytes:

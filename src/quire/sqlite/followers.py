@@ -14,6 +14,7 @@ Threads: any; one for each file. Raises the errors of a look, `NotFound`, `Confl
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -105,7 +106,7 @@ class FileFollowers:
         if followed is None:
             follower.look()  # without the lock: the first look may take minutes
         elif followed.path != follower.path:
-            hint = f"run `quire sqlite unfollow {followed.database}` first, or follow under another name"
+            hint = f"run `quire sqlite unfollow {shlex.quote(followed.database)}` first, or follow under another name"
             raise Conflict("the database follows another file", hint=hint, path=followed.path)
         with self._lock:
             self._require_open()

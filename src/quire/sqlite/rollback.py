@@ -20,6 +20,7 @@ database that follows a file, `WrongKind`.
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from datetime import datetime
 
@@ -56,7 +57,7 @@ def roll_back(manifest: ManifestStore, engine: PageEngine, name: str, to: str | 
         db_id, record = find_database(txn, name)
         followed = txn.get(t.FOLLOWED_FILES, db_id)
     if followed is not None:
-        hint = f"run `quire sqlite unfollow {record.name}` first, or roll the file back"
+        hint = f"run `quire sqlite unfollow {shlex.quote(record.name)}` first, or roll the file back"
         raise Conflict("the database follows a file, which would undo the rollback", hint=hint, path=followed.path)
     if not record.page_size:
         raise NotFound("the database has no earlier version: nothing has been written to it yet", database=record.name)

@@ -6,6 +6,7 @@ Threads: the opener's. Raises `InvalidConfig`, `InvalidInput`, `StoreFenced`, `A
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -108,7 +109,7 @@ def refuse_standby(disk: Disk, root: str) -> None:
     """Raise `StoreFenced` for a standby's directory, which belongs to another owner, unless a promotion has sealed the log."""
     state = read_standby_state(disk, root)
     if state is not None and state.phase is not StandbyPhase.SEALED:
-        hint = f"{READ_ONLY_COMMANDS}; `quire promote {root}` makes it the owner"
+        hint = f"{READ_ONLY_COMMANDS}; `quire promote {shlex.quote(root)}` makes it the owner"
         raise StoreFenced("this directory is a standby of another owner", hint=hint, path=root)
 
 

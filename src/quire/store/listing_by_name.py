@@ -46,7 +46,7 @@ def matching_record(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match |
     except ManifestDamaged as error:
         txn.report_damage(db_id, error)
         return None
-    if record is None or record.is_dropped or not _is_named(record.name, wanted.prefix):
+    if record is None or record.is_dropped or not is_named(record.name, wanted.prefix):
         return None
     if wanted.kind and record.kind.name.lower() != wanted.kind:
         return None
@@ -57,6 +57,6 @@ def matching_record(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match |
     return db_id, record
 
 
-def _is_named(name: str, prefix: str) -> bool:
+def is_named(name: str, prefix: str) -> bool:
     """Return whether a name begins with the prefix, or matches it if it is a pattern: `tenant-*`, `shop-?`, `[ab]*`."""
     return name.startswith(prefix) or (PATTERN.search(prefix) is not None and fnmatchcase(name, prefix))

@@ -11,6 +11,7 @@ Threads: any; an iterator belongs to one. Raises: `CursorLost`, `OutOfRange`, `C
 
 from __future__ import annotations
 
+import shlex
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -268,7 +269,7 @@ class StreamFileReader:
             elif self._gap is None or self._gap[0] != position:
                 self._gap = (position, now)
             elif now - self._gap[1] > GAP_SECONDS:
-                hint = f"`quire stream info {self.name}` shows which are"
+                hint = f"`quire stream info {shlex.quote(self.name)}` shows which are"
                 raise CursorLost("these records are no longer retained", hint=hint, start=position)
 
     # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -50,8 +50,9 @@ class Retention(msgspec.Struct, frozen=True):
     """A consumer holds nothing this many seconds after its last `ack`; 0: it holds forever."""
 
     def __post_init__(self) -> None:
-        if min(self.seconds, self.bytes, self.hold_seconds) < 0:
-            raise InvalidInput("retention limits must not be negative", hint="0 means no limit")
+        # Also refuses NaN and infinity: the state file cannot represent them, and the stream would not open again.
+        if not all(0 <= limit < LIMIT_MAX for limit in (self.seconds, self.bytes, self.hold_seconds)):
+            raise InvalidInput("retention limits must be from 0 to 2⁶³", hint="0 means no limit")
 
 
 class QueryBatch(msgspec.Struct, frozen=True):
@@ -92,6 +93,7 @@ class StoredState(msgspec.Struct, frozen=True):
     """Checksum, in hex, of the file with this value left empty. Empty in memory, and in files of older versions."""
 
 
+LIMIT_MAX = 2**63
 _HINT = "restore it from a backup, or remove it: consumers and retention are then forgotten"
 
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from quire.core.errors import ConfigMismatch, InternalError, StoreUnusable, UnknownDatabase, UnknownSnapshot
+from quire.core.errors import InternalError, StoreUnusable, UnknownDatabase, UnknownSnapshot
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
@@ -54,7 +54,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import WINDOW_TAG, Compression, LeafRef, PlanRecord, WalRecord, WalState
 from quire.manifest.slots import Chain, place, unpack_leaf
 from quire.pages.anchors import anchor_at
-from quire.pages.catalog import chunk_place, config_hash, segment_place, space_of
+from quire.pages.catalog import PageShape, check_hash, chunk_place, segment_place, space_of
 from quire.pages.framemap import Regions
 from quire.pages.readers import Lease, is_kept
 from quire.pages.sources import ChunkPlace, SegmentPlace
@@ -166,12 +166,8 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, Plan
         raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
     page_size = record.page_size
     per_chunk = record.pages_per_chunk or (CHUNK_BYTES // page_size if page_size else 0)
-    expected = config_hash(page_size, per_chunk, record)
-    if page_size and record.config_hash not in (b"", expected):
-        hint = "open it with the quire that made it"
-        raise ConfigMismatch(
-            "the checkpoint would write chunks of a different shape than the database has", hint=hint, db_id=db_id
-        )
+    if page_size:  # else the checkpoint would write chunks of another shape than the database has
+        check_hash(db_id, record, PageShape(page_size, per_chunk))
     if stored is None:
         generation, namespace_id = record.next_generation, txn.current_namespace(record.namespace_id)[0]
     else:

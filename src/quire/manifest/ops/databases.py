@@ -7,6 +7,7 @@ are applied again when the database is opened.
 Audit rows are written by the operations that they record (`Overlay.write_notes`), and are removed by age.
 """
 
+import shlex
 from itertools import islice
 from typing import Any
 
@@ -246,7 +247,7 @@ def hidden_name(db_id: int) -> str:
 
 def _refuse_dropped(db_id: int, record: DbRecord) -> None:
     if record.former_name:
-        hint = f"`quire undrop {record.former_name}` restores it"
+        hint = f"`quire undrop {shlex.quote(record.former_name)}` restores it"
         raise DatabaseTombstoned("the database was dropped", hint=hint, db_id=db_id, name=record.former_name)
 
 

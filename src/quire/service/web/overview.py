@@ -21,7 +21,7 @@ from quire.core.json_values import plain
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, JobKind, JobRecord, JobState
+from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, DbStatus, JobKind, JobRecord, JobState
 from quire.manifest.snapshots import with_ancestors
 from quire.service.values import DatabaseFilterOptions
 from quire.service.web import changes
@@ -155,9 +155,9 @@ def _lineage_row(txn: ReadTxn, db_id: int, record: DbRecord) -> dict[str, Any]:
     ]
     return {
         "db_id": db_id,
-        "name": record.name,
+        "name": record.title,
         "kind": plain(record.kind),
-        "status": plain(record.status),
+        "status": plain(DbStatus.TOMBSTONED if record.is_dropped else record.status),
         "created_at_ms": record.created_at_ms,
         "parent_db_id": record.parent_db_id,
         "parent_snapshot_id": record.parent_snapshot_id,
