@@ -314,11 +314,15 @@ class ManifestStore:
         with self.read() as txn:
             kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
             # Snapshots that no user keeps are dropped with the database: windows of time travel, and dropped snapshots.
-            held = [key[1] for key, row in kept if snapshots or WINDOW_TAG in row.tags or is_dropped(row)]
+            held = {key[1]: row for key, row in kept if snapshots or WINDOW_TAG in row.tags or is_dropped(row)}
             origins = {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
             origins |= {row.origin_db_id for _, row in txn.scan(t.WAL_CATALOG, db_id)}
         origins |= self.snapshots.origins(db_id, held)
-        drops: list[Op] = [DropSnapshot(db_id, snapshot_id) for snapshot_id in held]
+        # A snapshot that is undropped before the batch commits is one that a user keeps.
+        drops: list[Op] = [
+            DropSnapshot(db_id, snapshot_id, None if snapshots or not is_dropped(row) else row.expires_at_ms)
+            for snapshot_id, row in held.items()
+        ]
         return self.submit([*drops, DropDb(db_id, only_dropped), *self.jobs.deletions(origins)])
 
     def soft_drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
