@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 import quire
 from quire.core.settings import ManifestSettings, StoreSettings
+from quire.lsm.kv import Kv
 from quire.manifest import tables as t
 from quire.manifest.ops.snapshots import PublishSnapshot
 from quire.manifest.records import DbKind, SnapshotKind
@@ -187,6 +190,53 @@ def test_a_closed_store_raises_and_can_be_closed_twice(path: Path) -> None:
     for use in (store.databases, store.info, lambda: store.manifest, lambda: store.objects, store.__enter__):
         with pytest.raises(quire.StoreClosed):
             use()
+
+
+def test_a_part_that_cannot_be_closed_does_not_keep_the_others_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = quire.open(path)
+    store.kv("prices", create=True).put(b"pen", b"3")
+    failing, web = store.serve(), store.serve_http("127.0.0.1:0")
+
+    def fail() -> None:
+        raise OSError("the server cannot be closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, "close", fail)
+        with pytest.raises(OSError, match="the server cannot be closed"):
+            store.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(web.address.rpartition(":")[2].rstrip("/"))), timeout=5)
+    failing.close()
+    with quire.open(path) as again:  # manifest and lock were released
+        assert again.kv("prices").get(b"pen") == b"3"
+
+
+@pytest.mark.parametrize("part", ["manifest", "engine"])
+def test_a_failing_close_of_a_part_ends_all_of_it(path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    threads = {thread.name for thread in threading.enumerate()}
+    store = quire.open(path)
+    store.kv("prices", create=True).put(b"pen", b"3")
+    store.stream("clicks", create=True).append([b"one"]).result()
+
+    close = Kv.close
+
+    def fail(kv: Kv | None = None) -> None:
+        if kv is not None:
+            close(kv)
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        if part == "manifest":
+            patch.setattr(store.manifest, "remember_checked", fail)
+        else:
+            patch.setattr(Kv, "close", fail)
+        with pytest.raises(OSError, match="no space left"):
+            store.close()
+    assert {thread.name for thread in threading.enumerate()} <= threads
+    with quire.open(path) as again:
+        assert [database.name for database in again.databases()] == ["clicks", "prices"]
 
 
 def test_an_unknown_mode_is_refused(path: Path) -> None:

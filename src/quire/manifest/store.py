@@ -150,13 +150,15 @@ class ManifestStore:
 
     def close(self) -> None:
         """Commit the queued batches, stop the writer, close the environment."""
-        if self._writer is not None:
-            was_open = self._writer.failure is None
-            self._writer.close()
-            # Any other reason stands for a commit in doubt, which may be that of the last queued batches.
-            if was_open and isinstance(self._writer.failure, StoreClosed):
-                self.remember_checked()
-        self.env.close()
+        try:
+            if self._writer is not None:
+                was_open = self._writer.failure is None
+                self._writer.close()
+                # Any other reason stands for a commit in doubt, which may be that of the last queued batches.
+                if was_open and isinstance(self._writer.failure, StoreClosed):
+                    self.remember_checked()
+        finally:
+            self.env.close()
 
     def remember_checked(self) -> None:
         """Record how far the manifest is known to be in order: the next open checks from there (N3)."""
