@@ -33,6 +33,7 @@ from quire.jobs.checkpoint.plan import (
 )
 from quire.jobs.checkpoint.run import Dirty, SegmentInput, SlotResult, join_pages, join_slot, split_pages, split_rows
 from quire.jobs.context import JobContext
+from quire.jobs.enqueue import prepare_checkpoint
 from quire.jobs.handler import Completed, Progress, options
 from quire.jobs.leases import LeasedJob
 from quire.jobs.runner import AUTO_BYTES, Runner, no_tick
@@ -104,8 +105,11 @@ class _CheckpointRun(BatchRun[Held]):
 
     def _draft(self, held: Held) -> None:
         ctx, db_id = self._ctx, held.db_id
-        if not one.is_merge(held.job) and not options(held.job, sealed_only=False, runner="")["sealed_only"]:
-            engine_of(ctx).flush(db_id)
+        if not one.is_merge(held.job):
+            # Here, not before the jobs exist: a database that cannot be opened fails alone, and its job reports it.
+            prepare_checkpoint(ctx, db_id, leave_open=False)
+            if not options(held.job, sealed_only=False, runner="")["sealed_only"]:
+                engine_of(ctx).flush(db_id)
         for generation, record in one.stored_plans(ctx, db_id):
             if record.job_id == held.job.job_id:
                 held.stored = (generation, record)
