@@ -79,7 +79,8 @@ def test_verify_sweep_and_audit(store: Store, tmp_path: Path) -> None:
     assert job.result["verified"] >= 2
     assert store.heavy.audit(runner="threads").num_rows == 0
     victim = next(Path(store.objects_url).rglob("base:*"))
-    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    data = victim.read_bytes()
+    victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     job = store.heavy.verify(runner="threads")
     assert (job.result["altered"], job.result["missing"]) == (1, 0)
     table = store.heavy.audit(runner="threads")
