@@ -188,6 +188,17 @@ def test_a_snapshot_dropped_meanwhile_causes_a_new_plan(local_store: JobStore) -
     assert {snapshot_count(local_store, db_id) for db_id in db_ids} == {KEPT_SNAPSHOTS}
 
 
+def test_a_snapshot_undropped_meanwhile_causes_a_new_plan(local_store: JobStore) -> None:
+    db_ids, snapshots = fill(local_store, 3), local_store.manifest.snapshots
+    kept = snapshots.publish(db_ids[1], "release").snapshot_id
+    snapshots.soft_drop(db_ids[1], "release", until_ms=local_store.clock.now_ms() + 1000)
+    local_store.clock.advance(1)
+    with armed("jobs.retention.planned", at_hit(2, lambda: snapshots.undrop(db_ids[1], "release"))):
+        jobs = run(local_store, db_ids)
+    assert states(jobs) == {JobState.SUCCEEDED}
+    assert snapshots.get(db_ids[1], "release").snapshot_id == kept
+
+
 def test_planning_is_not_repeated_forever(local_store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     db_ids, plans = fill(local_store, 2), list[int]()
     original = retention.work_of

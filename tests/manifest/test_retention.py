@@ -13,11 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.errors import DatabaseTombstoned, InvalidInput, UnknownDatabase, UnknownSnapshot, WouldDropEverything
+from quire.core.errors import (
+    DatabaseTombstoned,
+    InvalidInput,
+    StalePlan,
+    UnknownDatabase,
+    UnknownSnapshot,
+    WouldDropEverything,
+)
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetRetention
 from quire.manifest.ops.jobs import EnsureJob
-from quire.manifest.ops.snapshots import DropSnapshot
+from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot
 from quire.manifest.records import LENT_TAGS, SCHEDULE_TAG, AuditAction, DbKind, RetentionRecord, SnapshotKind
 from quire.manifest.retention import EXPIRED, LENT, RetentionPlan, decide, scheduled
 from quire.manifest.schedules import BUCKETS, bucket
@@ -307,6 +314,40 @@ def test_a_plan_that_is_out_of_date_does_nothing(manifest: ManifestStore) -> Non
     manifest.snapshots.drop("shop", 3)
     with assert_rejected(manifest, UnknownSnapshot):
         manifest.retention.apply(plan)
+
+
+def test_a_snapshot_undropped_after_the_plan_is_kept(manifest: ManifestStore, clock: ManualClock) -> None:
+    manifest.snapshots.soft_drop("shop", "release", until_ms=clock.now_ms() + 1000)
+    clock.advance(1)
+    plan = manifest.retention.plan("shop")
+    assert [snapshot.snapshot_id for snapshot in plan.dropped] == [1]
+    manifest.snapshots.undrop("shop", "release")
+    with assert_rejected(manifest, StalePlan):
+        manifest.retention.apply(plan)
+    assert manifest.snapshots.get("shop", "release").snapshot_id == 1
+
+
+def test_a_snapshot_dropped_undoably_after_the_plan_can_still_be_undropped(
+    manifest: ManifestStore, clock: ManualClock
+) -> None:
+    plan = manifest.retention.plan("shop", RetentionRecord(keep_last=1, keep_named=False))
+    manifest.snapshots.soft_drop("shop", "release", until_ms=clock.now_ms() + 1000)
+    with assert_rejected(manifest, StalePlan):
+        manifest.retention.apply(plan)
+    assert manifest.snapshots.undrop("shop", "release").snapshot_id == 1
+
+
+def test_a_snapshot_whose_expiry_is_postponed_after_the_plan_is_kept(
+    manifest: ManifestStore, clock: ManualClock
+) -> None:
+    lent = manifest.snapshots.publish("shop", expires_at_ms=clock.now_ms() + 1000).snapshot_id
+    clock.advance(1)
+    plan = manifest.retention.plan("shop")
+    manifest.submit([ExtendSnapshot(1, lent, clock.now_ms() + 1000)]).result()
+    with assert_rejected(manifest, StalePlan):
+        manifest.retention.apply(plan)
+    clock.advance(1)
+    assert [snapshot.snapshot_id for snapshot in manifest.retention.apply(manifest.retention.plan("shop"))] == [lent]
 
 
 def test_the_last_snapshots_are_not_dropped_without_force(manifest: ManifestStore) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from quire.cli import main
 from quire.core.errors import ManifestDamaged
 from quire.jobs.leftovers import has_dropped_streams
 from quire.manifest import tables as t
+from quire.manifest.records import JobState, RetentionRecord
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.manifest.test_check import Vandal
@@ -181,13 +183,42 @@ def test_a_row_damaged_while_the_store_is_open_stops_every_sweep(tmp_path: Path,
             assert txn.damaged_databases() == {ids[kind]: kind for kind in KINDS}
 
 
-def damage_open(store: Store, db_id: int) -> None:
-    """Flip a bit of a database's row without the knowledge of the owning process."""
-    env, key = store.manifest.env, t.DB.key.pack(db_id)
+def damage_open(store: Store, db_id: int, table: t.Table[Any] = t.DB) -> None:
+    """Flip a bit of a database's first row in a table, without the knowledge of the owning process."""
+    env, first = store.manifest.env, table.key.prefix(db_id)
     with env.begin_write() as txn:
-        raw = txn.get(key, db=env.handles[t.DB.name])
-        assert isinstance(raw, bytes)
-        txn.put(key, raw[:-1] + bytes([raw[-1] ^ 1]), db=env.handles[t.DB.name])
+        with txn.cursor(db=env.handles[table.name]) as cursor:
+            assert cursor.set_range(first)
+            key, raw = cursor.item()
+        assert key.startswith(first)
+        txn.put(key, raw[:-1] + bytes([raw[-1] ^ 1]), db=env.handles[table.name])
+
+
+READ: dict[str, tuple[t.Table[Any], ...]] = {
+    "checkpoint_all": (t.DB, t.WAL_CATALOG, t.LIVE_LEAF, t.SNAPSHOT_INDEX),
+    "merge_all": (t.DB, t.LIVE_LEAF),
+    "retention_all": (t.DB, t.SNAPSHOT_INDEX, t.RETENTION),
+}
+"""Tables whose rows a call over all databases needs of each."""
+
+
+@pytest.mark.parametrize(("call", "table"), [(call, table) for call, tables in READ.items() for table in tables])
+def test_a_row_damaged_while_the_store_is_open_fails_only_its_own_job(
+    tmp_path: Path, clock: ManualClock, call: str, table: t.Table[Any]
+) -> None:
+    names = ("one", "two", "three")
+    with open_store(tmp_path, clock) as store:
+        ids = [fill(store, "sqlite", name) for name in names]
+        for name in names:
+            store.manifest.retention.set(name, RetentionRecord(keep_last=1))
+            with store.sqlite(name) as connection:
+                connection.execute("insert into t values (1)")
+            store.pages.close_database(store.database(name).db_id)
+        damage_open(store, ids[1], table)
+        results = getattr(store.heavy, call)()
+        assert [failure.db_id for failure in results.failures] == [ids[1]]
+        assert "ManifestDamaged" in results.failures[0].error
+        assert (len(results), results.states[JobState.SUCCEEDED], results.skipped) == (3, 2, 0)
 
 
 def test_repair_restores_them(root: Path, clock: ManualClock) -> None:

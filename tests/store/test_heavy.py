@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as parquet
 import pytest
 
-from quire.core.errors import AlreadyExists, InvalidInput
+from quire.core.errors import AlreadyExists, Corruption, InvalidInput
 from quire.durable.failpoints import armed
 from quire.manifest.guard import ManifestGuard
 from quire.manifest.ops.base import Op
@@ -46,6 +46,25 @@ def test_all_databases_are_checkpointed_in_one_run(store: Store) -> None:
     assert counts == [(600,), (300,), (300,)]
 
 
+def test_a_database_that_cannot_be_opened_fails_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, "a", "b", "c")
+    broken, open_database = store.database("b").db_id, store.pages.open
+    for info in store.databases():
+        store.pages.close_database(info.db_id)
+
+    def fail(db_id: int, *rest: Any, **options: Any) -> Any:
+        if db_id == broken:
+            raise Corruption("a segment is damaged")
+        return open_database(db_id, *rest, **options)
+
+    monkeypatch.setattr("quire.jobs.enqueue.has_open_segment", lambda *_: True)
+    monkeypatch.setattr(store.pages, "open", fail)
+    results = store.heavy.checkpoint_all(runner="threads")
+    assert [failure.db_id for failure in results.failures] == [broken]
+    assert "a segment is damaged" in results.failures[0].error
+    assert (len(results), results.states[JobState.SUCCEEDED], results.skipped) == (3, 2, 0)
+
+
 def test_an_unknown_runner_is_refused(store: Store) -> None:
     fill(store, "a")
     job = store.checkpoint("a", runner="cluster")
@@ -60,7 +79,8 @@ def test_verify_sweep_and_audit(store: Store, tmp_path: Path) -> None:
     assert job.result["verified"] >= 2
     assert store.heavy.audit(runner="threads").num_rows == 0
     victim = next(Path(store.objects_url).rglob("base:*"))
-    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    data = victim.read_bytes()
+    victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     job = store.heavy.verify(runner="threads")
     assert (job.result["altered"], job.result["missing"]) == (1, 0)
     table = store.heavy.audit(runner="threads")

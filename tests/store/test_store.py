@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from quire.core.settings import ManifestSettings, StoreSettings
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import FileLock, is_held
+from quire.lsm.kv import Kv
 from quire.manifest import tables as t
 from quire.manifest.ops.snapshots import PublishSnapshot
 from quire.manifest.records import DbKind, SnapshotKind
@@ -224,6 +227,53 @@ def test_a_directory_that_becomes_a_standby_before_it_is_locked_is_refused(
         quire.open(path)
     assert not is_held(str(path / names.LOCK))
     (path / names.STANDBY).unlink()
+
+
+def test_a_part_that_cannot_be_closed_does_not_keep_the_others_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = quire.open(path)
+    store.kv("prices", create=True).put(b"pen", b"3")
+    failing, web = store.serve(), store.serve_http("127.0.0.1:0")
+
+    def fail() -> None:
+        raise OSError("the server cannot be closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, "close", fail)
+        with pytest.raises(OSError, match="the server cannot be closed"):
+            store.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(web.address.rpartition(":")[2].rstrip("/"))), timeout=5)
+    failing.close()
+    with quire.open(path) as again:  # manifest and lock were released
+        assert again.kv("prices").get(b"pen") == b"3"
+
+
+@pytest.mark.parametrize("part", ["manifest", "engine"])
+def test_a_failing_close_of_a_part_ends_all_of_it(path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    threads = {thread.name for thread in threading.enumerate()}
+    store = quire.open(path)
+    store.kv("prices", create=True).put(b"pen", b"3")
+    store.stream("clicks", create=True).append([b"one"]).result()
+
+    close = Kv.close
+
+    def fail(kv: Kv | None = None) -> None:
+        if kv is not None:
+            close(kv)
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        if part == "manifest":
+            patch.setattr(store.manifest, "remember_checked", fail)
+        else:
+            patch.setattr(Kv, "close", fail)
+        with pytest.raises(OSError, match="no space left"):
+            store.close()
+    assert {thread.name for thread in threading.enumerate()} <= threads
+    with quire.open(path) as again:
+        assert [database.name for database in again.databases()] == ["clicks", "prices"]
 
 
 def test_an_unknown_mode_is_refused(path: Path) -> None:

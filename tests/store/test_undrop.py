@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire
-from quire.core.errors import DatabaseTombstoned, NameTaken, StillReferenced, UnknownDatabase, UnknownSnapshot
+from quire.core.errors import (
+    DatabaseTombstoned,
+    NameTaken,
+    StalePlan,
+    StillReferenced,
+    UnknownDatabase,
+    UnknownSnapshot,
+)
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
 from tests.fork_server import Channel, ForkServer
@@ -237,6 +245,25 @@ def test_a_dropped_snapshot_is_removed_after_its_period_and_with_its_database(tm
         store.drop_snapshot("shop", store.snapshot("shop").snapshot_id, undoable=True)
         store.drop("shop")  # a dropped snapshot does not hold its database
         assert_clean(store.manifest)
+
+
+def test_a_snapshot_undropped_while_its_database_is_dropped_keeps_the_database(
+    store: quire.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.drop_snapshot("shop", "monday", undoable=True)
+    origins = store.manifest.snapshots.origins
+
+    def origins_after_an_undrop(db_id: int, snapshot_ids: Iterable[int]) -> set[int]:
+        store.undrop_snapshot("shop", "monday")
+        return origins(db_id, snapshot_ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.manifest.snapshots, "origins", origins_after_an_undrop)
+        with pytest.raises(StalePlan):
+            store.drop("shop")
+    assert [info.name for info in store.manifest.snapshots.of("shop")] == ["monday"]
+    with pytest.raises(StillReferenced):
+        store.drop("shop")
 
 
 def test_a_snapshot_with_an_expiry_is_dropped_immediately(store: quire.Store) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, Self
 
-from quire.core.errors import QuireError
-
 
 class Closable(Protocol):
     """A resource that can be closed."""
@@ -41,11 +39,11 @@ class AbandonedOnError:
 
 def close_all(resources: Iterable[Closable]) -> None:
     """Close every resource, then raise the first error, if any."""
-    failures: list[QuireError] = []
+    failures: list[Exception] = []
     for resource in resources:
         try:
             resource.close()
-        except QuireError as error:
+        except Exception as error:
             failures.append(error)
     if failures:
         raise failures[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,8 +43,9 @@ class StorePool:
         """Close all object stores."""
         with self._lock:
             opened, self._open = self._open, {}
-        for store in opened.values():
-            store.close()
+        with ExitStack() as closing:
+            for store in opened.values():
+                closing.callback(store.close)
 
 
 class ArtifactRow(Protocol):

@@ -16,7 +16,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
-from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StoreClosed, StoreUnusable, UnknownSnapshot
+from quire.core.errors import (
+    DatabaseTombstoned,
+    InvalidInput,
+    QuireError,
+    StalePlan,
+    StoreClosed,
+    StoreUnusable,
+    UnknownSnapshot,
+)
 from quire.durable.failpoints import hit
 from quire.jobs.batches import BatchRun
 from quire.jobs.context import JobContext
@@ -33,7 +41,7 @@ NAMED_MAX = 100
 """Dropped snapshots that the result of a job lists by name."""
 
 PLANS_MAX = 5
-"""How often a database is planned while its snapshots are dropped concurrently."""
+"""How often a database is planned while its snapshots change concurrently."""
 
 Batch = tuple[LeasedJob, list[Op]]
 
@@ -108,7 +116,8 @@ class _RetentionRun(BatchRun[LeasedJob]):
     def drop(self, progress: Progress) -> None:
         """Plan each database, and commit its drops while the next one is planned.
 
-        A database is planned again if one of its snapshots was dropped after the plan was made.
+        A database is planned again if one of its snapshots was dropped or undropped after the plan was made, or if its
+        expiry was postponed.
         """
         waiting, total = list(self.held.values()), len(self.held)
         progress(0, total)
@@ -119,7 +128,7 @@ class _RetentionRun(BatchRun[LeasedJob]):
                     self.held.pop(held.db_id, None)
                     hit("jobs.retention.published")
                     progress(total - len(self.held), total)
-                elif isinstance(error, UnknownSnapshot) and plans_left:
+                elif isinstance(error, (UnknownSnapshot, StalePlan)) and plans_left:
                     overtaken.append(held)
                 else:
                     self._failures.append((held, error))

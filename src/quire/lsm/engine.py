@@ -472,8 +472,10 @@ class KvEngine:
                 return
             self._closed = True
             opened = [kv for db_id in self._open if (kv := self._open.pop(db_id)) is not None]
-        close_all(opened)
-        self._background.stop()
+        try:
+            close_all(opened)
+        finally:
+            self._background.stop()
 
     def _require(self) -> None:
         if self._closed:

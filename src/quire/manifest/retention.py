@@ -272,7 +272,10 @@ class SnapshotRetention:
 
     @changes
     def apply(self, plan: RetentionPlan, *, force: bool = False) -> list[SnapshotInfo]:
-        """Drop the snapshots of the plan in one batch; return them. A snapshot that was dropped meanwhile fails the batch."""
+        """Drop the snapshots of the plan in one batch; return them.
+
+        A snapshot that was dropped or undropped meanwhile, or whose expiry was postponed, fails the batch.
+        """
         if batch := self.drops(plan, force=force):
             self._manifest.submit(batch).result()
         return plan.dropped
@@ -293,7 +296,7 @@ class SnapshotRetention:
         if not dropped:
             return []
 
-        ops: list[Op] = [DropSnapshot(plan.db_id, snapshot.snapshot_id) for snapshot in dropped]
+        ops: list[Op] = [DropSnapshot(plan.db_id, snapshot.snapshot_id, snapshot.expires_at_ms) for snapshot in dropped]
         # Read now: the drops remove the rows that name them.
         origins = self._manifest.snapshots.origins(plan.db_id, [snapshot.snapshot_id for snapshot in dropped])
         return [*ops, *self._manifest.jobs.deletions(origins)]

@@ -150,13 +150,15 @@ class ManifestStore:
 
     def close(self) -> None:
         """Commit the queued batches, stop the writer, close the environment."""
-        if self._writer is not None:
-            was_open = self._writer.failure is None
-            self._writer.close()
-            # Any other reason stands for a commit in doubt, which may be that of the last queued batches.
-            if was_open and isinstance(self._writer.failure, StoreClosed):
-                self.remember_checked()
-        self.env.close()
+        try:
+            if self._writer is not None:
+                was_open = self._writer.failure is None
+                self._writer.close()
+                # Any other reason stands for a commit in doubt, which may be that of the last queued batches.
+                if was_open and isinstance(self._writer.failure, StoreClosed):
+                    self.remember_checked()
+        finally:
+            self.env.close()
 
     def remember_checked(self) -> None:
         """Record how far the manifest is known to be in order: the next open checks from there (N3)."""
@@ -314,11 +316,15 @@ class ManifestStore:
         with self.read() as txn:
             kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
             # Snapshots that no user keeps are dropped with the database: windows of time travel, and dropped snapshots.
-            held = [key[1] for key, row in kept if snapshots or WINDOW_TAG in row.tags or is_dropped(row)]
+            held = {key[1]: row for key, row in kept if snapshots or WINDOW_TAG in row.tags or is_dropped(row)}
             origins = {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
             origins |= {row.origin_db_id for _, row in txn.scan(t.WAL_CATALOG, db_id)}
         origins |= self.snapshots.origins(db_id, held)
-        drops: list[Op] = [DropSnapshot(db_id, snapshot_id) for snapshot_id in held]
+        # A snapshot that is undropped before the batch commits is one that a user keeps.
+        drops: list[Op] = [
+            DropSnapshot(db_id, snapshot_id, None if snapshots or not is_dropped(row) else row.expires_at_ms)
+            for snapshot_id, row in held.items()
+        ]
         return self.submit([*drops, DropDb(db_id, only_dropped), *self.jobs.deletions(origins)])
 
     def soft_drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:

@@ -150,9 +150,11 @@ class Server:
             if self._closed:
                 return
             self._closed = True
-        self._shut()
-        if self._place is not None:
-            retract(self._place)
+        try:
+            self._shut()
+        finally:
+            if self._place is not None:
+                retract(self._place)
         emit("info", "service.closed", address=self.address)
 
     def _shut(self) -> None:

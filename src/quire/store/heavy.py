@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from quire.archive.store_choice import choose_store
 from quire.core.barrier import changes
 from quire.core.clock import SystemClock
+from quire.core.errors import ManifestDamaged
 from quire.durable.files import OsDisk
 from quire.durable.space import measure
 from quire.durable.spool import Spool
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.jobs.archive_audit.audit import ArchiveAudit
+    from quire.manifest.reads import ReadTxn
     from quire.objects.options import StoreOptions
     from quire.store.store import Store
     from quire.store.wiring import Wiring
@@ -316,16 +318,28 @@ class Heavy:
             start = step[-1] + 1
 
     def _unabsorbed(self) -> Iterator[int]:
-        """Yield the page databases with WAL of their own that no checkpoint has absorbed."""
+        """Yield the page databases with WAL of their own that no checkpoint has absorbed.
+
+        One with a damaged row is yielded, too: its job fails and reports the row, and those of the others go on.
+        """
         for db_id in self._owners(t.WAL_CATALOG):
             with self._manifest.read() as txn:
-                record = txn.database(db_id) if db_id not in txn.refused_databases() else None
-                if record is None or record.kind is not DbKind.PAGES or record.status is DbStatus.TOMBSTONED:
+                if db_id in txn.refused_databases():  # reported when it was closed
                     continue
-                rows = txn.scan(t.WAL_CATALOG, db_id)
-                is_waiting = any(row.origin_db_id == db_id and row.state in UNABSORBED for _, row in rows)
+                try:
+                    is_waiting = _is_unabsorbed(txn, db_id)
+                except ManifestDamaged:
+                    is_waiting = True
             if is_waiting:
                 yield db_id
+
+
+def _is_unabsorbed(txn: ReadTxn, db_id: int) -> bool:
+    """Return whether this is a live page database with WAL of its own that no checkpoint has absorbed."""
+    record = txn.database(db_id)
+    if record is None or record.kind is not DbKind.PAGES or record.status is DbStatus.TOMBSTONED:
+        return False
+    return any(row.origin_db_id == db_id and row.state in UNABSORBED for _, row in txn.scan(t.WAL_CATALOG, db_id))
 
 
 def audit_bucket(

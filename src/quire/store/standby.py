@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Self
 
@@ -181,13 +181,17 @@ class Standby:
     # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
         """Stop following. The directory stays as it is; the next `Standby` on it continues."""
-        self._close_replay()
+        with ExitStack() as closing:  # callbacks run in reverse order, all of them even if one raises
+            if self._lock is not None:
+                closing.callback(self._lock.close)
+                self._lock = None
+            closing.callback(self._bucket.close)
+            closing.callback(self._withdraw)
+            closing.callback(self._close_replay)
+
+    def _withdraw(self) -> None:
         with suppress(QuireError):  # the owner ignores a registration that is no longer refreshed
             self._owner.withdraw()
-        self._bucket.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
     def __enter__(self) -> Self:
         return self

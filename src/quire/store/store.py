@@ -128,14 +128,12 @@ class Store:
 
     # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Commit what is queued, close all parts, release the lock. A second call, or one in a forked child, does nothing."""
+        """Commit what is queued, close all parts, release the lock. A second call, or one in a forked child, does nothing.
+
+        A part that cannot be closed does not keep the others from being closed; its error is raised at the end.
+        """
         if self._closed or self._pid != os.getpid():
             return
-        for server in self._servers:  # first: servers answer pending calls from an open store
-            server.close()
-        self._closed = True
-        if self._upkeep_timer is not None:
-            self._upkeep_timer.cancel()
         with ExitStack() as closing:  # callbacks run in reverse order, all of them even if one raises
             if self.after_close is not None:
                 closing.callback(self.after_close)
@@ -147,6 +145,14 @@ class Store:
                 closing.callback(self.archive.close)
                 closing.callback(self._manifest.writer.close)
             closing.callback(self._wiring.close)
+            closing.callback(self._refuse)
+            for server in reversed(self._servers):  # first: servers answer pending calls from an open store
+                closing.callback(server.close)
+
+    def _refuse(self) -> None:
+        self._closed = True
+        if self._upkeep_timer is not None:
+            self._upkeep_timer.cancel()
 
     @property
     def is_open(self) -> bool:

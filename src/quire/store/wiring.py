@@ -400,7 +400,8 @@ class Wiring:
 
     def close_stores(self) -> None:
         """Close the object stores, after the last upload."""
-        if STORES in self._created:
-            self.stores.close()
-        if RIGHTS in self._created:
-            self.rights.close()
+        with ExitStack() as closing:
+            if RIGHTS in self._created:
+                closing.callback(self.rights.close)
+            if STORES in self._created:
+                closing.callback(self.stores.close)

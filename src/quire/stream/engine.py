@@ -468,9 +468,11 @@ class StreamEngine:
                 return
             self._closed = True
             opened = [stream for stream_id in self._open if (stream := self._open.pop(stream_id)) is not None]
-        close_all(opened)
-        if self._background is not None:
-            self._background.stop()
+        try:
+            close_all(opened)
+        finally:
+            if self._background is not None:
+                self._background.stop()
 
     def _require(self) -> None:
         if self._closed:

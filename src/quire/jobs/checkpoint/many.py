@@ -105,9 +105,11 @@ class _CheckpointRun(BatchRun[Held]):
 
     def _draft(self, held: Held) -> None:
         ctx, db_id = self._ctx, held.db_id
-        if not one.is_merge(held.job) and not options(held.job, sealed_only=False, runner="")["sealed_only"]:
+        if not one.is_merge(held.job):
+            # Here, not before the jobs exist: a database that cannot be opened fails alone, and its job reports it.
             prepare_checkpoint(ctx, db_id, leave_open=False)
-            engine_of(ctx).flush(db_id)
+            if not options(held.job, sealed_only=False, runner="")["sealed_only"]:
+                engine_of(ctx).flush(db_id)
         for generation, record in one.stored_plans(ctx, db_id):
             if record.job_id == held.job.job_id:
                 held.stored = (generation, record)

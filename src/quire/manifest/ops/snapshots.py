@@ -142,15 +142,29 @@ class PublishSnapshot(Op, frozen=True, tag=50):
 
 
 class DropSnapshot(Op, frozen=True, tag=51):
-    """Remove a snapshot and release its references."""
+    """Remove a snapshot and release its references.
+
+    With `expected_expires_at_ms`, it is refused if the expiry has changed since: by an undrop, a drop that can be undone,
+    or an extension for a reader.
+    """
 
     component = int(Component.SNAPSHOT)
     db_id: UInt
     snapshot_id: UInt
+    expected_expires_at_ms: UInt | None = None
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.database(self.db_id)
         key, record = _snapshot(tables, self.db_id, self.snapshot_id)
+        if self.expected_expires_at_ms not in (None, record.expires_at_ms):
+            raise StalePlan(
+                "the snapshot was dropped, undropped or extended after its drop was planned",
+                hint="try again",
+                db_id=self.db_id,
+                snapshot_id=self.snapshot_id,
+                expires_at_ms=record.expires_at_ms,
+                expected=self.expected_expires_at_ms,
+            )
         for leaf, origin, generation in record.leaves:
             release(tables, leaf_count_key(origin, leaf, generation), at_ms)
         for pin in record.pins:
