@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.objects.open import open_store
 from quire.store.standby import REPLACED, STAGED, Standby, promote
+from quire.testing.clock import ManualClock
 from tests.archive.archived_store import archived_store, contents, fill, kill
 from tests.store.test_standby import change_and_wait, contents_after_promotion, follow, polled
 
@@ -97,6 +99,36 @@ def test_a_trimmed_log_is_followed_from_its_base(tmp_path: Path) -> None:
             standby.poll()
             assert standby.status.rebuilds == 1
             assert standby.status.position > state.position
+
+
+def test_a_rebuild_whose_base_is_trimmed_begins_again_from_the_next(tmp_path: Path) -> None:
+    """Hazard: when the owner trimmed the base that a standby was reading, the standby ended with `ObjectNotFound`, as if the
+    archive were damaged."""
+    clock = ManualClock()
+    with archived_store(tmp_path, clock=clock, retain_seconds=60.0, base_seconds=3_600.0) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+
+        def trim(_: str) -> None:
+            fill(archived.store, 20)
+            archived.archiver.base()
+            clock.advance(120)
+            archived.store._parts.window.look(now=True)
+
+        with armed("standby.emptied", call_once(trim)):
+            polled(archived)
+        assert contents_after_promotion(archived) == contents(archived.store)
+
+
+def call_once(act: Callable[[str], None]) -> Callable[[str], None]:
+    calls: list[str] = []
+
+    def hit(point: str) -> None:
+        calls.append(point)
+        if len(calls) == 1:
+            act(point)
+
+    return hit
 
 
 def test_a_standby_that_has_lost_files_begins_again_from_a_base(tmp_path: Path) -> None:

@@ -72,6 +72,22 @@ def test_a_rename_happens_or_does_not(disk: CrashDisk, tmp_path: Path) -> None:
     assert list(trees(disk, tmp_path / "synced")) == [{"b": b"a"}]
 
 
+def test_a_directory_that_takes_the_name_of_one_that_was_moved_away_is_durable_after_a_sync(
+    disk: CrashDisk, tmp_path: Path
+) -> None:
+    """Hazard: the removal of the old name waited for the new one, and then removed the directory that had taken its place."""
+    for name in ("old", "new", "aside"):
+        disk.make_dirs(disk.path(name))
+    write_new(disk, disk.path("new", "a"), b"abc")
+    disk.sync_dir(disk.path("new"))
+    disk.rename(disk.path("old"), disk.path("aside", "old"))
+    disk.rename(disk.path("new"), disk.path("old"))
+    disk.sync_dir(disk.root)
+    disk.remove_dir(disk.path("aside", "old"))
+    disk.sync_dir(disk.path("aside"))
+    assert list(trees(disk, tmp_path)) == [{"old/a": b"abc"}]
+
+
 def test_a_rename_between_directories_never_loses_the_file(disk: CrashDisk, tmp_path: Path) -> None:
     disk.make_dirs(disk.path("x"))
     disk.make_dirs(disk.path("y"))

@@ -7,15 +7,7 @@
   standby.json        the position of a standby, and whether it is being promoted to owner (A11)
 
 Each file is replaced as a whole, durably, after everything it refers to is durable. While standby.json exists, the directory
-can be opened for writing only by a promotion. What is on disk in each phase of a standby, and what the next process does:
-  begun       perhaps `.next/`, a partial restore            removes it, restores again
-  swapping    `.next/`, a complete restore; parts moved      moves the rest, replaces the rows
-  following   the store at `position`; perhaps some of the   applies the next object, from its beginning
-              object after it
-  promoting   owner.json with a claim, perhaps its object    claims it, seals, continues
-              in the bucket, perhaps a seal
-  sealed      everything the former owner acknowledged       removes `.files/`, takes over
-  (no file)   the owner's directory                          opens it
+can be opened for writing only by a promotion. What is on disk in each phase of a standby: store/standby.py.
 
 Threads: the opening, the closing, and a standby's. Raises `Corruption`, `FormatTooNew`, and the disk's errors.
 """
@@ -164,7 +156,7 @@ def write_origin(disk: Disk, root: str, origin: Origin) -> None:
 
 # ── standby.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class StandbyPhase(StrEnum):
-    """The phase of a standby's directory; see the table at the top."""
+    """The phase of a standby's directory; see the table at the top of store/standby.py."""
 
     BEGUN = "begun"
     SWAPPING = "swapping"

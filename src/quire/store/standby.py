@@ -8,10 +8,35 @@ Terms
             heartbeat of the owner names this standby
 
 A standby runs no recovery before it is promoted: readers (`quire.open(directory, "r")`, in other processes) see what the owner
-had published as of the last object applied. The next step after a kill: archive/state_files.py.
+had published as of the last object applied.
 
 Promotion: claim the next owner epoch (an object that can be created only once: of two standbys one succeeds), seal the owner's
 log, apply what it wrote until then, take over. The former owner runs into the seal and acknowledges nothing more.
+
+What is on disk after each step, named like its failpoint, and what the next process does if this one ends there. The phase in
+standby.json decides, which is replaced after everything that it relies on is durable.
+
+  following
+    (replay.synced, files)  bytes, then names of the next object       applies the object again, from its beginning
+    (replay.rows), applied  its rows, too                              the same
+    noted                   its position; files without a name         removes them with the next object
+  begun, following or promoting, when a rebuild begins
+    emptied, staged         perhaps `.next/`                           removes it, restores again
+  swapping
+    swapping                `.next/`, complete                         moves all parts
+    part_swapped            parts in place, former ones in `.old/`     moves the rest; rows are still the former ones
+    files_swapped           all files in place                         replaces the rows
+    rows_swapped            the same state, from the first row on      replaces the rows again
+  following, or promoting
+    swapped                 perhaps `.next/` and `.old/`               removes them
+  promoting
+    promoting               owner.json may have a claim                claims the epoch, unless a higher one is claimed
+    claimed                 the claim's object; perhaps a seal         seals, applies what is left, rebuilds if that is newer
+  sealed
+    sealed                  all that the owner acknowledged            removes `.files/` and `.kept/`, names the origin
+    named                   restored.json                              takes over
+    taken_over, opened      the new epoch; tails published             takes over again, in that epoch
+  (no standby.json)         the owner's directory                      opens it
 
 Threads: one. The directory's lock is held while the standby is open. Raises `StoreLocked`, `StoreFenced`, `InvalidInput`,
 `Corruption`, and the errors of the disk and the object store.
@@ -368,17 +393,15 @@ class Standby:
 
     def _rebuild(self, point: RestorePoint) -> None:
         self._close_replay()
-        staged = os.path.join(self.path, STAGED)
-        self._remove(STAGED)
-        self._disk.make_dirs(staged)
-        with Replay(self._disk, staged) as replay:
-            digest, objects, _ = replay_point(self._bucket, point, replay, self._progress)
-            correct_rows(replay, self.path, self.url)
-            with replay.rows().read() as txn:
-                oldest = txn.feed_bounds()[0]
-            for part in PARTS:
-                self._disk.make_dirs(os.path.join(staged, part))
-            replay.settle()
+        while True:
+            try:
+                digest, objects, oldest = self._stage(point)
+                break
+            except ObjectNotFound:  # trimmed meanwhile, if there is a newer base
+                newer = find_intact(self._bucket, self._state.store_id)
+                if newer.base == point.base:
+                    raise
+                point = newer
         # From the next step on, a killed standby swaps `.next/` in without looking at it again: it must be complete and
         # durable.
         hit("standby.staged")
@@ -393,9 +416,26 @@ class Standby:
                 swaps=self._state.swaps + 1,
             )
         )
+        hit("standby.swapping")
         self._objects += objects
         self._rebuilds += 1
         self._swap()
+
+    def _stage(self, point: RestorePoint) -> tuple[bytes, int, int]:
+        """Restore into `.next/`. Return (digest of the last object, objects, first sequence of the change feed)."""
+        staged = os.path.join(self.path, STAGED)
+        self._remove(STAGED)
+        self._disk.make_dirs(staged)
+        hit("standby.emptied")
+        with Replay(self._disk, staged) as replay:
+            digest, objects, _ = replay_point(self._bucket, point, replay, self._progress)
+            correct_rows(replay, self.path, self.url)
+            with replay.rows().read() as txn:
+                oldest = txn.feed_bounds()[0]
+            for part in PARTS:
+                self._disk.make_dirs(os.path.join(staged, part))
+            replay.settle()
+        return digest, objects, oldest
 
     def _swap(self) -> None:
         """Swap the staged directory in: its parts by renames, its rows in one transaction, because readers have the manifest
@@ -415,6 +455,7 @@ class Standby:
             self._disk.rename(remote, os.path.join(self.path, REMOTE_FILES))
         # Before the rows are replaced: rows that survive a power loss must find their files.
         self._disk.sync_dir(self.path)
+        hit("standby.files_swapped")
         if self._disk.exists(config := os.path.join(staged, names.CONFIG)):
             # A copy, not a rename: the staged file is linked to `.files/`, where the owner's next change of it is applied.
             write_atomic(self._disk, os.path.join(self.path, names.CONFIG), read_all(self._disk, config))
@@ -424,6 +465,7 @@ class Standby:
         # A promotion that finds a newer base after its claim goes on as a promotion: its epoch may have fenced the
         # owner.
         self._save(replace(self._state, phase=StandbyPhase.PROMOTING if self.is_promoting else StandbyPhase.FOLLOWING))
+        hit("standby.swapped")
         self._remove(STAGED)
         self._remove(REPLACED)
         self._waits_for_base = False
@@ -562,6 +604,7 @@ class Standby:
             at_ms=state.at_ms,
         )
         write_origin(self._disk, self.path, origin)
+        hit("standby.named")
         if self._lock is not None:
             self._lock.close()  # `open_owner` takes it; until then standby.json keeps other processes out
             self._lock = None
@@ -579,6 +622,7 @@ class Standby:
         except BaseException:
             self._lock = self._take_lock()  # `run` tries again, or follows another owner
             raise
+        hit("standby.opened")
         # Last: until then a kill is followed by another promotion, which finds the epoch begun.
         self._disk.remove(os.path.join(self.path, names.STANDBY))
         self._disk.sync_dir(self.path)

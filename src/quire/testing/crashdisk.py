@@ -214,8 +214,15 @@ class CrashDisk(DiskLayer):
             for edits in self._changes:
                 # In a rename between directories, the old name is removed durably only after the new one is durable.
                 while edits and edits[0].directory is directory:
-                    _apply(directory.durable, edits.pop(0))
+                    self._make_durable(edits.pop(0))
             self._changes = [edits for edits in self._changes if edits]
+
+    def _make_durable(self, edit: _Edit) -> None:
+        _apply(edit.directory.durable, edit)
+        for (
+            edits
+        ) in self._changes:  # an earlier removal of this name that waits for the new one must not remove this file
+            edits[1:] = [held for held in edits[1:] if (held.directory, held.name) != (edit.directory, edit.name)]
 
     def _change(self, *edits: _Edit) -> None:
         for edit in edits:
