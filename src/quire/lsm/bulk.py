@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quire.core.barrier import changes
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import InvalidInput, OutOfRange, StorageFault
 from quire.core.limits import KIB, MIB
 from quire.durable.files import Disk
@@ -49,7 +50,7 @@ VALUE_BYTES_MAX = 32 * MIB
 """The same limits as for batches (wal.py)."""
 
 
-class Load:
+class Load(ClosedOnExit):
     """A load in progress; made by `begin_load`."""
 
     def __init__(self, kv: Kv, lsn: int) -> None:
@@ -112,12 +113,6 @@ class Load:
         self._over = True
         self._kv.end_load(self.lsn)
         self._kv.upkeep.abandon_tables(self._ids)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def begin_load(kv: Kv) -> Load:

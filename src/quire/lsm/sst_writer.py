@@ -9,7 +9,7 @@ Raises `InternalError` (rows out of order), and the disk's errors; a file that w
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -146,8 +146,7 @@ class TableWriter:
         pieces, meta = self.finish()
         hit("lsm.sst.built")
         try:
-            file = disk.open(path + stage, create=True)
-            try:
+            with closing(disk.open(path + stage, create=True)) as file:
                 file.truncate(0)
                 offset = 0
                 for piece in _joined(pieces):
@@ -155,8 +154,6 @@ class TableWriter:
                     offset += len(piece)
                 hit("lsm.sst.written")
                 file.sync()
-            finally:
-                file.close()
             hit("lsm.sst.synced")
             if stage:
                 disk.rename(path + stage, path)

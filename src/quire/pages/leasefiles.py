@@ -35,7 +35,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -394,7 +394,7 @@ class LeaseFiles:
             file = self._disk.open(path, write=False)
         except FileNotFoundError:
             return None  # closed in the meantime
-        try:
+        with closing(file):
             is_dead = _is_free(file)
             if name.endswith(TEMPORARY):
                 if is_dead:
@@ -403,8 +403,6 @@ class LeaseFiles:
             if is_dead and os.fstat(file.fileno()).st_nlink == 0:
                 return None  # closed by its reader
             return self._lease_if_live(name, path, file, parsed.reader, is_dead=is_dead)
-        finally:
-            file.close()
 
     def _lease_if_live(
         self, name: str, path: str, file: File, reader: uuid.UUID, *, is_dead: bool

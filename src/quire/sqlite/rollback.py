@@ -20,7 +20,7 @@ database that follows a file, `WrongKind`.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime
 
 import apsw
@@ -140,10 +140,8 @@ def _empty(page_size: int) -> bytes:
     """Return a SQLite database without tables; in a store it has one page."""
     connection = apsw.Connection(":memory:")
     connection.execute(f"PRAGMA page_size={page_size}; CREATE TABLE t(c); DROP TABLE t; VACUUM")
-    try:
+    with closing(connection):
         return connection.serialize("main")
-    finally:
-        connection.close()
 
 
 def _header_grown(image: bytes, current: bytes, *, is_same: bool) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -286,26 +287,22 @@ class StreamFileReader:
     def _unlisted(self, segment_id: int) -> SharedSegment | None:
         """Return the segment of a hot file without a row, up to its last complete commit, which is synced; `None` if it has no
         commit. Raises `FileNotFoundError`."""
-        with self._lock:
-            file = self.files.disk.open(self.files.segment(Tier.HOT, segment_id), write=False)
-            try:
-                begun = place = self._begin(file, segment_id)
-                earlier = self._places.get(segment_id)
-                if earlier is not None and place is not None and earlier.header.crc64 == place.header.crc64:
-                    begun = place = earlier  # otherwise the file was replaced: a standby was restored from a base
-                while place is not None:
-                    _, following = _commits(file, place)
-                    if following.offset == place.offset:
-                        break
-                    place = following
-                if begun is None or place is None or place.record == place.header.base_record:
-                    return None
-                if segment_id not in self._places or place.offset > begun.offset:
-                    file.sync()  # the writer may not have synced its last block: only durable records are returned
-                self._places = {number: old for number, old in self._places.items() if number >= segment_id - 1}
-                self._places[segment_id] = place
-            finally:
-                file.close()
+        with self._lock, closing(self.files.disk.open(self.files.segment(Tier.HOT, segment_id), write=False)) as file:
+            begun = place = self._begin(file, segment_id)
+            earlier = self._places.get(segment_id)
+            if earlier is not None and place is not None and earlier.header.crc64 == place.header.crc64:
+                begun = place = earlier  # otherwise the file was replaced: a standby was restored from a base
+            while place is not None:
+                _, following = _commits(file, place)
+                if following.offset == place.offset:
+                    break
+                place = following
+            if begun is None or place is None or place.record == place.header.base_record:
+                return None
+            if segment_id not in self._places or place.offset > begun.offset:
+                file.sync()  # the writer may not have synced its last block: only durable records are returned
+            self._places = {number: old for number, old in self._places.items() if number >= segment_id - 1}
+            self._places[segment_id] = place
         return SharedSegment(segment_id, place.header.base_record, place.record, place.offset, 0, 0)
 
     def _begin(self, file: File, segment_id: int) -> _Place | None:
