@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from quire.core.barrier import changes
 from quire.core.closing import ClosedOnExit
 from quire.core.errors import InvalidInput, OutOfRange, StorageFault
-from quire.core.limits import KIB, MIB
+from quire.core.limits import MIB
 from quire.durable.files import Disk
 from quire.durable.names import LsmHome
 from quire.lsm.compaction import VersionRetention, clusters
@@ -38,16 +38,13 @@ from quire.lsm.sst_format import SCHEMA, TableMeta
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter, key_changes
 from quire.lsm.table_options import TableOptions, table_options
+from quire.lsm.wal import KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
 
 BUFFER_BYTES = 128 * MIB
 """Keys and values that a writer buffers before it sorts and writes them. Sorting needs twice this memory."""
-
-KEY_BYTES_MAX = 64 * KIB - 1
-VALUE_BYTES_MAX = 32 * MIB
-"""The same limits as for batches (wal.py)."""
 
 
 class Load(ClosedOnExit):
