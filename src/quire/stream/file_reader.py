@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed
+from quire.core.errors import Corruption, CursorLost, QuireError, StoreClosed
 from quire.core.timeline import Gaps, skip_gap
 from quire.durable.checksums import Bytes
 from quire.durable.failpoints import hit
@@ -30,7 +30,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, Residency, WalState
 from quire.manifest.store import ManifestStore
 from quire.stream.files import StreamFiles
-from quire.stream.gaps import begin_at, gaps_with_range
+from quire.stream.gaps import begin_at, begin_within, gaps_with_range
 from quire.stream.remote_read import SharedReader, SharedSegment, SharedStream
 from quire.stream.segment import (
     BLOCK_HEAD_BYTES,
@@ -198,12 +198,7 @@ class StreamFileReader:
     def _checked_spans(self, start: int | None, stop: int | None) -> Iterator[RecordSpan]:
         contents = self.contents()
         first, end = contents.first_record, contents.end_record
-        begin = first if start is None else begin_at(contents.gaps, start)
-        if begin < first:
-            hint = f"the first one is {first}"
-            raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
-        if begin > end:
-            raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=begin, end=end)
+        begin = first if start is None else begin_within(contents.gaps, start, first, end)
         yield from self._spans(contents, begin, end if stop is None else min(stop, end))
 
     def _spans(self, contents: StreamContents, start: int, stop: int) -> Iterator[RecordSpan]:
