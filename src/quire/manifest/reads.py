@@ -21,6 +21,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from quire.core.closing import ClosedOnExit
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     DatabaseTombstoned,
     InvalidInput,
@@ -155,7 +156,7 @@ class ReadTxn(ClosedOnExit):
             else:  # `decode` inlined: saves a call per row
                 try:
                     record = body(raw[2:-4])
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                except UNDECODABLE:
                     record = decode(key, raw)
                 yield unpack(key), record
 

@@ -32,6 +32,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.core.clock import Clock
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     AlreadyExists,
     Corruption,
@@ -108,7 +109,7 @@ def decode_file(data: bytes, path: str) -> OwnerFile:
         raise _damaged(path, "its checksum does not match its contents")
     try:
         record = msgspec.json.decode(line, type=OwnerFile)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise _damaged(path, str(error)) from error
     if record.format > FORMAT:
         raise FormatTooNew("owner.json was written by a newer quire", hint="upgrade quire", path=path)
@@ -166,7 +167,7 @@ def decode_object(data: bytes) -> OwnerObject | None:
         return None
     try:
         return msgspec.json.decode(data, type=OwnerObject)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return None
 
 

@@ -42,6 +42,7 @@ from functools import cached_property
 import msgspec
 
 from quire.core.clock import Clock
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     Corruption,
     FormatTooNew,
@@ -158,7 +159,7 @@ def decode(reader: uuid.UUID, data: bytes, path: str = "") -> LeaseRecord:
         raise Corruption("a reader's lease is damaged", path=path, size=len(data))
     try:
         named = msgspec.msgpack.decode(tags, type=dict[str, str])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corruption(f"the tags of a lease are invalid: {error}", path=path) from error
     return LeaseRecord(reader=reader, db_id=db_id, lsn=lsn, pid=pid, opened_ms=opened_ms, tags=named)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     AccessDenied,
     InvalidInput,
@@ -356,7 +357,7 @@ class Handlers:
             ops = _DECODE_OPS(batch.ops)
             with attached_trace(batch.trace):
                 return self._manifest.submit(ops, key=batch.key or None, result=batch.result, timeout=seconds)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             return m.BatchOutcome(error=form_of(InvalidInput(f"the operations cannot be read: {error}")))
         except QuireError as error:
             return m.BatchOutcome(error=form_of(error))

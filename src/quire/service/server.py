@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from quire.core.closing import ClosedOnExit
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import InternalError, InvalidConfig, InvalidInput, QuireError, ReadOnly, Unavailable
 from quire.core.events import emit
 from quire.core.tracing import attached_trace, span
@@ -308,7 +309,7 @@ class Service:
             raise InvalidInput("the ticket is too long", bytes=len(raw), max=TICKET_BYTES_MAX)
         try:
             ticket = msgspec.msgpack.decode(raw, type=TableTicket)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise InvalidInput(f"the ticket cannot be read: {error}") from error
         reader = TableStream(self._manifest, ticket, self._settings.batch_bytes)
         return reader.schema, self._batches(reader)
