@@ -534,7 +534,7 @@ class Kv(KvRanges, ClosedOnExit):
     def require(self) -> None:
         """Raise the error that made the database unusable, if it is."""
         if (why := self.failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+            raise why.copied() from why.__cause__
 
     def require_open(self) -> None:
         """Raise if the database is closed. A database that refuses writes can still be read."""

@@ -188,7 +188,7 @@ class KvMaintenance:
     def raise_background_error(self) -> None:
         """Raise the error, if any, that keeps the background from making progress."""
         if (why := self._background_error) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why
+            raise why.copied() from why
 
     def _work(self, step: Callable[[], bool]) -> float | None:
         """Run `step` until nothing is due. Return the seconds until the next attempt if it failed, else `None`."""

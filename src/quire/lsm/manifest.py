@@ -320,7 +320,7 @@ class Manifest(ClosedOnExit):
 
     def _require(self) -> None:
         if (why := self._failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+            raise why.copied() from why.__cause__
 
     # ── checkpoint ────────────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self) -> None:
@@ -377,7 +377,7 @@ class Manifest(ClosedOnExit):
                 self._fail("an event could not be logged; whether it reached the disk is unknown", error)
             failure = self._failure
             assert failure is not None
-            raise type(failure)(failure.what, hint=failure.hint, **failure.where) from second
+            raise failure.copied() from second
         emit("warning", "lsm.manifest.log_abandoned", path=self._home.path, cause=str(cause))
         kind = type(cause) if isinstance(cause, StorageFault) else StorageFault
         raise kind(

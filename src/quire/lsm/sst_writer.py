@@ -8,6 +8,7 @@ Raises `InternalError` (rows out of order), and the disk's errors; a file that w
 
 from __future__ import annotations
 
+import io
 import os
 from contextlib import closing, suppress
 from functools import cache
@@ -166,10 +167,8 @@ class TableWriter:
         return meta
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """The file object that Arrow writes to: collects pieces, their total size, and a checksum that is reset at each block."""
-
-    closed = False
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -190,20 +189,8 @@ class _Sink:
     def tell(self) -> int:
         return self.size
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def readable(self) -> bool:
-        return False
-
     def writable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return False
 
 
 @cache

@@ -363,7 +363,7 @@ class SegmentFile(ClosedOnExit):
         if not self._writable:
             raise ReadOnly("an existing segment cannot be appended to", hint="create a new segment", path=self.path)
         if self._failure is not None:
-            raise type(self._failure)(self._failure.what, hint=self._failure.hint, **self._failure.where)
+            raise self._failure.copied()
 
     def _mark_unusable(self, doing: str, error: BaseException) -> None:
         """Mark the segment unusable, because the state on disk is unknown, and raise; return if `error` is no `Exception`."""

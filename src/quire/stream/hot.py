@@ -495,7 +495,7 @@ class HotLog:
     def require(self) -> None:
         """Raise the error that has made the stream unusable, if any."""
         if (why := self.failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+            raise why.copied() from why.__cause__
 
     def _poison(self, error: BaseException) -> None:
         """Accept no more records until the stream is reopened. `DiskFull` becomes `StoreUnusable` here: the contents of the

@@ -351,7 +351,7 @@ class ManifestLogWriter(AbandonedOnError):
 
     def _check(self) -> None:
         if self._trouble is not None:
-            raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
+            raise self._trouble.copied()
 
     def _guard(self, doing: str, step: Callable[[], None]) -> None:
         """Run a step whose failure leaves the contents of the disk unknown."""

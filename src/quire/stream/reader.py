@@ -77,7 +77,7 @@ class StreamReader:
 
     def _require(self) -> None:
         if (why := self.failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where)
+            raise why.copied()
 
     # ── bounds ────────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
