@@ -272,8 +272,8 @@ CRC_STEP = MIB
 
 def segment_crc(disk: Disk, path: str, used_bytes: int) -> int:
     """Return the crc64 of the used bytes of a segment's file, which its row has once it is sealed."""
-    crc, file = 0, disk.open(path, write=False)
-    with closing(file):
+    crc = 0
+    with closing(disk.open(path, write=False)) as file:
         for offset in range(0, used_bytes, CRC_STEP):
             crc = crc64(file.read_at(min(CRC_STEP, used_bytes - offset), offset), crc)
     return crc

@@ -138,9 +138,8 @@ def _write(txn: WriteTxn, store: PageStore, before: Snapshot, target: Snapshot) 
 
 def _empty(page_size: int) -> bytes:
     """Return a SQLite database without tables; in a store it has one page."""
-    connection = apsw.Connection(":memory:")
-    connection.execute(f"PRAGMA page_size={page_size}; CREATE TABLE t(c); DROP TABLE t; VACUUM")
-    with closing(connection):
+    with closing(apsw.Connection(":memory:")) as connection:
+        connection.execute(f"PRAGMA page_size={page_size}; CREATE TABLE t(c); DROP TABLE t; VACUUM")
         return connection.serialize("main")
 
 
