@@ -30,6 +30,7 @@ import msgspec
 
 from quire.archive.log_reader import STORE_ID
 from quire.core.clock import Clock
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import Corruption, ObjectNotFound, QuireError, Unavailable
 from quire.core.events import emit
 from quire.durable.object_names import clone_key, clones_prefix
@@ -84,7 +85,7 @@ def registrations(store: ObjectStore, store_id: str) -> list[CloneRegistration]:
             clones.append(msgspec.json.decode(store.get(key), type=CloneRegistration))
         except ObjectNotFound:
             continue  # released meanwhile
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             hint = "if no clone needs it, remove it: `quire clones forget ID`"
             raise Corruption("the registration of a clone is damaged", hint=hint, key=key) from error
     return sorted(clones, key=lambda clone: (clone.at_ms, clone.clone_id))

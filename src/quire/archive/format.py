@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 import zstandard
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import Corruption, FormatTooNew
 from quire.core.ids import u32, u64
 from quire.core.limits import MIB
@@ -298,7 +299,7 @@ def decode_object(data: bytes, key: str) -> tuple[Header, list[AnyEvent]]:
         if len(raw) != header.raw_bytes:
             raise _damaged(key, "it does not decompress to what its header says")
         return header, _decoder.decode(raw)
-    except (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (zstandard.ZstdError, *UNDECODABLE) as error:
         raise _damaged(key, str(error)) from error
 
 

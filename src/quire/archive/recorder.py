@@ -29,7 +29,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from enum import Enum
 
 from quire.archive.format import (
@@ -244,11 +244,8 @@ class Recorder(DiskLayer):
     def _inode_at(self, path: str) -> int:
         with suppress(FileNotFoundError):
             return os.stat(path).st_ino
-        file = self._inner.open(path, write=False)  # the file is in the bucket (remote_files.py)
-        try:
+        with closing(self._inner.open(path, write=False)) as file:  # the file is in the bucket (remote_files.py)
             return inode(file)
-        finally:
-            file.close()
 
 
 class RecordedFile(FileLayer, DirectFile):
@@ -378,8 +375,7 @@ def inode(file: File) -> int:
 def whole_file(disk: Disk, path: str, relative: str, seen: set[int] | None = None) -> list[AnyEvent]:
     """Return the events that recreate a file; only its name if its inode was `seen`. Writes made meanwhile are corrected by
     their own events, which follow in the log."""
-    file = disk.open(path, write=False)
-    try:
+    with closing(disk.open(path, write=False)) as file:
         number, size = inode(file), file.size()
         if seen is not None:
             if number in seen:
@@ -392,8 +388,6 @@ def whole_file(disk: Disk, path: str, relative: str, seen: set[int] | None = Non
                 events.append(write_event(number, offset, data))
         events.append(ReserveEvent(number, size))
         return events
-    finally:
-        file.close()
 
 
 def sha256_of(path: str) -> bytes:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Self
 
 import msgspec
 
@@ -47,6 +46,7 @@ from quire.archive.format import (
 from quire.archive.kept_files import KeptFiles, is_kept_kind
 from quire.archive.recorder import REMOTE_FILES, Shipping, shipping
 from quire.archive.state_files import RemoteFile, read_remote_files
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import Corruption
 from quire.core.limits import MIB
 from quire.core.settings import ManifestSettings
@@ -72,7 +72,7 @@ def _unchanged(_: str, rows: list[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
     return rows
 
 
-class Replay:
+class Replay(ClosedOnExit):
     """A directory to which events are applied. `finish` removes what only the replay needs."""
 
     def __init__(
@@ -425,12 +425,6 @@ class Replay:
             file.close()
         self._open.clear()
         self._rows.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _walk(root: str) -> Iterator[str]:

@@ -24,6 +24,7 @@ import msgspec
 from quire.archive.format import NO_DIGEST, Position
 from quire.archive.recorder import ARCHIVE_STATE, REMOTE_FILES, SPOOL
 from quire.archive.status import ArchiveStatus, read_drill
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import Corruption, FormatTooNew
 from quire.core.settings import ArchiveSettings
 from quire.durable import names
@@ -71,7 +72,7 @@ def read_archive_state(disk: Disk, root: str) -> ArchiveState | None:
     try:
         line, _, check = read_all(disk, os.path.join(root, ARCHIVE_STATE)).partition(b"\n")
         return msgspec.json.decode(line, type=ArchiveState) if check == _check(line) else None
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, *UNDECODABLE):
         return None
 
 
@@ -136,7 +137,7 @@ def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:
         return msgspec.json.decode(read_all(disk, os.path.join(root, REMOTE_FILES)), type=dict[str, RemoteFile])
     except FileNotFoundError:
         return {}
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         hint = "restore the store again"
         raise Corruption("remote_files.json is damaged", hint=hint, path=root, cause=str(error)) from error
 
@@ -145,7 +146,7 @@ def read_origin(disk: Disk, root: str) -> Origin | None:
     """Return what the directory was restored from, or `None` if it was not restored."""
     try:
         return msgspec.json.decode(read_all(disk, os.path.join(root, names.ORIGIN)), type=Origin)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, *UNDECODABLE):
         return None
 
 
@@ -193,7 +194,7 @@ def read_standby_state(disk: Disk, root: str) -> StandbyState | None:
         state = msgspec.json.decode(read_all(disk, path), type=StandbyState)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         hint = "remove the directory and run `quire standby` again"
         raise Corruption("standby.json is damaged", hint=hint, path=path, cause=str(error)) from error
     if state.format > STANDBY_FORMAT:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import StoreFenced
 from quire.core.hourly import HourlyTotals
 from quire.core.settings import ArchiveSettings
@@ -219,7 +220,7 @@ def read_drill(disk: Disk, root: str) -> DrillRecord | None:
     """Return the last drill, or `None` if there was none."""
     try:
         return msgspec.json.decode(read_all(disk, os.path.join(root, DRILL)), type=DrillRecord)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, *UNDECODABLE):
         return None
 
 

@@ -1,4 +1,4 @@
-"""Helpers for closing several resources of which some may fail, and for abandoning a resource when its `with` block fails."""
+"""Helpers for closing: at the end of a `with` block, abandoning if it fails, and several resources of which some may fail."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Release the resource."""
+
+
+class ClosedOnExit:
+    """A context manager that closes at the end of its block."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Release resources."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class AbandonedOnError:

@@ -20,7 +20,7 @@ Rules
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 
 class QuireError(Exception):
@@ -37,6 +37,11 @@ class QuireError(Exception):
         if self.where:
             text += " (" + ", ".join(f"{name}={_shown(value)}" for name, value in self.where.items()) + ")"
         return f"{text}; {self.hint}" if self.hint else text
+
+    def copied(self) -> Self:
+        """Return an equal error, for each caller that meets the same failure: raising one object again would extend its
+        traceback."""
+        return type(self)(self.what, hint=self.hint, **self.where)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.what, self.hint, self.where)

@@ -12,9 +12,14 @@ HINT = (
 )
 
 
+def refusal(what: str, **where: object) -> ReadOnly:
+    """Return the error for `what`, with the coordinates `where`."""
+    return ReadOnly(f"{what} was opened for reading", hint=HINT, **where)
+
+
 def refuse(what: str, **where: object) -> NoReturn:
-    """Raise `ReadOnly` for `what`, with the coordinates `where`."""
-    raise ReadOnly(f"{what} was opened for reading", hint=HINT, **where)
+    """Raise `ReadOnly` for `what`."""
+    raise refusal(what, **where)
 
 
 class OwnerOnly:

@@ -21,10 +21,11 @@ import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from typing import Protocol, runtime_checkable
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import DiskFull, NotWritable, StorageFault, TooManyOpenFiles
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -252,7 +253,7 @@ class FileLayer:
         self._inner.close()
 
 
-class OsFile(DirectFile):
+class OsFile(DirectFile, ClosedOnExit):
     """A `File` on a descriptor of the operating system."""
 
     __slots__ = ("_fd", "_path")
@@ -345,12 +346,6 @@ class OsFile(DirectFile):
             fd, self._fd = self._fd, -1
             os.close(fd)
 
-    def __enter__(self) -> OsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class OsDisk:
     """The real file system."""
@@ -428,11 +423,8 @@ def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) 
 
 def sync_file(disk: Disk, path: str) -> None:
     """Make a file that another process wrote durable. The sync also notifies disk layers that watch for complete files."""
-    file = disk.open(path)
-    try:
+    with closing(disk.open(path)) as file:
         file.sync()
-    finally:
-        file.close()
 
 
 def begin_write_back(file: File, size: int, offset: int) -> None:
@@ -488,23 +480,17 @@ def write_atomic(disk: Disk, path: str, data: bytes) -> None:
 
 def write_new(disk: Disk, path: str, data: bytes, *, overwrite: bool = False) -> None:
     """Create a file with synced contents. Its *name* is durable only after the caller syncs the directory."""
-    file = disk.open(path, create=True, exclusive=not overwrite)
-    try:
+    with closing(disk.open(path, create=True, exclusive=not overwrite)) as file:
         # A file left by a crash may be longer than the new contents.
         file.truncate(0)
         file.write_at(data, 0)
         file.sync()
-    finally:
-        file.close()
 
 
 def read_all(disk: Disk, path: str) -> bytes:
     """Return the whole contents of a file."""
-    file = disk.open(path, write=False)
-    try:
+    with closing(disk.open(path, write=False)) as file:
         return file.read_at(file.size(), 0)
-    finally:
-        file.close()
 
 
 def remove_tree(disk: Disk, path: str) -> None:

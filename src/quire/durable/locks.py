@@ -22,6 +22,8 @@ from typing import Self
 import msgspec
 
 from quire.core.clock import Clock, SystemClock, moment
+from quire.core.closing import ClosedOnExit
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import StoreClosed, StoreFenced, StoreLocked, Unavailable
 from quire.durable.files import translate, translated
 
@@ -39,7 +41,7 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     since_ms: int
 
 
-class FileLock:
+class FileLock(ClosedOnExit):
     """A lock that this process holds; created by `acquire`, released by `close` or the end of the process."""
 
     __slots__ = ("__weakref__", "_fd", "_inode", "_path", "_pid")
@@ -117,9 +119,6 @@ class FileLock:
     def __enter__(self) -> Self:
         self.check()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class NoopLock:
@@ -221,7 +220,7 @@ def _try_lock(fd: int) -> bool:
 def _read_holder(fd: int) -> LockHolder | None:
     try:
         return msgspec.json.decode(os.pread(fd, CONTENTS_BYTES_MAX, 0), type=LockHolder)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (OSError, *UNDECODABLE):
         return None
 
 

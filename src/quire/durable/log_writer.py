@@ -177,7 +177,7 @@ class LogWriter(AbandonedOnError):
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise type(self._failure)(self._failure.what, hint=self._failure.hint, **self._failure.where)
+            raise self._failure.copied()
 
     def _guard(self, doing: str, step: Callable[[], None]) -> None:
         """Run a step whose failure leaves the state on disk unknown."""

@@ -22,6 +22,7 @@ from contextlib import suppress
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import AlreadyExists, Corruption, NotFound
 from quire.core.events import emit
 from quire.durable.failpoints import hit
@@ -156,7 +157,7 @@ def _entry(disk: Disk, root: str, number: int) -> Entry | None:
         if number not in _numbers(disk, root):
             return None
         raise Corruption("a file in quarantine has no note", hint=_BY_HAND, number=number) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corruption(f"a note in quarantine cannot be read: {error}", hint=_BY_HAND, path=path) from error
     if entry.number != number or not _is_inside(entry.path):
         raise Corruption("a note in quarantine has the wrong number", hint=_BY_HAND, path=path)

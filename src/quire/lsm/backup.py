@@ -15,12 +15,14 @@ import re
 import shlex
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.core.checked_read import checked_read
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import ChecksumMismatch, Corruption, InvalidInput, NotFound
 from quire.core.events import emit
 from quire.core.ids import U64_MAX
@@ -110,7 +112,7 @@ def decode_list(data: bytes, key: str) -> Backup:
     """Decode a backup's list. Raises unless every byte is as it was written."""
     try:
         backup = msgspec.json.decode(data, type=Backup)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corruption("the backup list cannot be decoded", hint=_OTHER, key=key, cause=str(error)) from error
     if backup.crc64:
         actual = f"{crc64(data.replace(_crc_field(backup.crc64), _crc_field(NO_CRC))):016x}"
@@ -131,14 +133,11 @@ def _crc_field(digits: str) -> bytes:
 
 def _send(disk: Disk, store: ObjectStore, below: str, table: SSTable) -> TableObject:
     crc, digest = 0, hashlib.sha256()
-    file = disk.open(table.path, write=False)
-    try:
+    with closing(disk.open(table.path, write=False)) as file:
         for offset in range(0, table.size_bytes, READ_BYTES):
             piece = file.read_at(READ_BYTES, offset)
             crc = crc64(piece, crc)
             digest.update(piece)
-    finally:
-        file.close()
     key = f"{below}/tables/{table.meta.sst_id:06d}-{crc:016x}.sst"
 
     def same(existing: ExistingObject) -> bool:
@@ -282,12 +281,9 @@ def _fetch(store: ObjectStore, table: TableObject) -> bytes:
 
 def _verify(disk: Disk, path: str, sst_id: int) -> None:
     """Verify every block of a restored table once: its checksums do not prove that quire wrote it."""
-    table = SSTable.open(disk, path, sst_id)
-    try:
+    with closing(SSTable.open(disk, path, sst_id)) as table:
         for problem in table.verify():
             raise Corruption("a table of the backup is damaged", hint=_OTHER, path=path, cause=problem)
-    finally:
-        table.close()
 
 
 def _list_key(below: str, lsn: int) -> str:

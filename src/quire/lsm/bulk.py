@@ -26,8 +26,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quire.core.barrier import changes
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import InvalidInput, OutOfRange, StorageFault
-from quire.core.limits import KIB, MIB
+from quire.core.limits import MIB
 from quire.durable.files import Disk
 from quire.durable.names import LsmHome
 from quire.lsm.compaction import VersionRetention, clusters
@@ -37,6 +38,7 @@ from quire.lsm.sst_format import SCHEMA, TableMeta
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter, key_changes
 from quire.lsm.table_options import TableOptions, table_options
+from quire.lsm.wal import KEY_BYTES_MAX, VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
@@ -44,12 +46,8 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 128 * MIB
 """Keys and values that a writer buffers before it sorts and writes them. Sorting needs twice this memory."""
 
-KEY_BYTES_MAX = 64 * KIB - 1
-VALUE_BYTES_MAX = 32 * MIB
-"""The same limits as for batches (wal.py)."""
 
-
-class Load:
+class Load(ClosedOnExit):
     """A load in progress; made by `begin_load`."""
 
     def __init__(self, kv: Kv, lsn: int) -> None:
@@ -112,12 +110,6 @@ class Load:
         self._over = True
         self._kv.end_load(self.lsn)
         self._kv.upkeep.abandon_tables(self._ids)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def begin_load(kv: Kv) -> Load:

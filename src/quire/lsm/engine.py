@@ -17,7 +17,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -241,14 +241,11 @@ class KvEngine:
             facts = self._facts(db_id, KvProjection(self._manifest, db_id), files_created=True)
             home = kv_backups_prefix(self._manifest.feed.store_id())
             fetch = partial(find_table, objects, record.name, home) if objects is not None else None
-            state = survey(self._disk, LsmHome(self._path(lsm_home(db_id))), facts, fetch)
-            try:
+            with closing(survey(self._disk, LsmHome(self._path(lsm_home(db_id))), facts, fetch)) as state:
                 needed = state.report(applied=False).is_needed
                 if apply and needed:
                     apply_repair(state, table_options(self._settings))
                 report = state.report(applied=apply and needed)
-            finally:
-                state.close()
             if report.applied:
                 emit("warning", "lsm.repaired", name=record.name, db_id=db_id, lost=len(report.lost))
                 self.open(db_id)

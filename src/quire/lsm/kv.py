@@ -31,12 +31,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.core.barrier import Barrier, changes
 from quire.core.clock import Clock, SystemClock
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import (
     InvalidInput,
     OutOfRange,
@@ -128,7 +129,7 @@ def stats_of(
     )
 
 
-class Kv(KvRanges):
+class Kv(KvRanges, ClosedOnExit):
     """An open key-value database; made by `Kv.open`, or by `store.kv(name)`."""
 
     def __init__(
@@ -267,12 +268,6 @@ class Kv(KvRanges):
         self._writing = threading.Lock()  # a thread of the parent that does not exist in the child may have held it
         self._visibility = threading.Lock()
         self._viewing = threading.Condition()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @changes
@@ -539,7 +534,7 @@ class Kv(KvRanges):
     def require(self) -> None:
         """Raise the error that made the database unusable, if it is."""
         if (why := self.failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+            raise why.copied() from why.__cause__
 
     def require_open(self) -> None:
         """Raise if the database is closed. A database that refuses writes can still be read."""

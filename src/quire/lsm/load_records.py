@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import Corruption
 from quire.durable.files import Disk, read_all, write_atomic
 from quire.durable.names import TEMPORARY, LsmHome, load_number
@@ -51,7 +52,7 @@ def read_load_record(disk: Disk, home: LsmHome, number: int) -> LoadRecord | Non
         return None
     try:
         return msgspec.json.decode(data, type=LoadRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         hint = "remove the file if no client is waiting for this load"
         raise Corruption(
             "the record of a bulk load cannot be decoded", hint=hint, path=path, cause=str(error)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -188,7 +188,7 @@ class KvMaintenance:
     def raise_background_error(self) -> None:
         """Raise the error, if any, that keeps the background from making progress."""
         if (why := self._background_error) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why
+            raise why.copied() from why
 
     def _work(self, step: Callable[[], bool]) -> float | None:
         """Run `step` until nothing is due. Return the seconds until the next attempt if it failed, else `None`."""
@@ -341,11 +341,8 @@ class KvMaintenance:
             if table.meta.level == level:
                 sync_file(kv.disk, table.path)  # for the archive's recorder: an executor may have written the file
                 continue
-            file = kv.disk.open(table.path)
-            try:
+            with closing(kv.disk.open(table.path)) as file:
                 set_level(file, table.path, level)
-            finally:
-                file.close()
         return [open_table(kv.disk, table.path, table.meta.sst_id, kv.cache) for table in loaded]
 
     def abandon_tables(self, ids: Iterable[int]) -> None:

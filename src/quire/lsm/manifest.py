@@ -26,10 +26,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import Corruption, InternalError, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
@@ -67,7 +69,7 @@ from quire.lsm.manifest_format import (
 from quire.lsm.witnesses import REPAIR, Owner, StoreFacts, log_end
 
 
-class Manifest:
+class Manifest(ClosedOnExit):
     """An open manifest; made by `Manifest.open`."""
 
     def __init__(
@@ -175,12 +177,6 @@ class Manifest:
         with self._lock:
             self._failure = StoreClosed("the manifest is closed", hint="open it again")
             self._log.abandon()
-
-    def __enter__(self) -> Manifest:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def state(self) -> ManifestData:
@@ -324,7 +320,7 @@ class Manifest:
 
     def _require(self) -> None:
         if (why := self._failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+            raise why.copied() from why.__cause__
 
     # ── checkpoint ────────────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self) -> None:
@@ -342,14 +338,11 @@ class Manifest:
         final = encode_snapshot(data, self._log.header.salt)
         hit("lsm.checkpoint.built")
         with of_kind(ErrorKind.IO):
-            file = disk.open(target + TEMPORARY, create=True)
-            try:
+            with closing(disk.open(target + TEMPORARY, create=True)) as file:
                 file.truncate(0)
                 file.write_at(final, 0)  # step 4
                 hit("lsm.checkpoint.written")
                 file.sync()  # step 5
-            finally:
-                file.close()
             hit("lsm.checkpoint.synced")
             try:
                 disk.rename(target + TEMPORARY, target)  # step 6
@@ -384,7 +377,7 @@ class Manifest:
                 self._fail("an event could not be logged; whether it reached the disk is unknown", error)
             failure = self._failure
             assert failure is not None
-            raise type(failure)(failure.what, hint=failure.hint, **failure.where) from second
+            raise failure.copied() from second
         emit("warning", "lsm.manifest.log_abandoned", path=self._home.path, cause=str(cause))
         kind = type(cause) if isinstance(cause, StorageFault) else StorageFault
         raise kind(
@@ -487,11 +480,8 @@ def recorded_end(facts: StoreFacts, header: LogHeader, snapshot: ManifestSnapsho
 
 def read_header(disk: Disk, path: str) -> LogHeader:
     """Return the header of the manifest's log."""
-    file = disk.open(path, write=False)
-    try:
+    with closing(disk.open(path, write=False)) as file:
         return decode_header(file.read_at(NAMED_HEADER_BYTES, 0), path)
-    finally:
-        file.close()
 
 
 def _internal(what: str, **where: Any) -> InternalError:

@@ -11,9 +11,9 @@ Threads: values; any. The encoding is in manifest_format.py."""
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import msgspec
@@ -146,15 +146,31 @@ class ManifestData:
     def apply(self, event: ManifestEvent) -> None:
         """Apply one event."""
         match event:
+            case Version(version):
+                self.version = version
+            case SetActiveWal(wal):
+                self.active_wal = wal
+                if wal in self.frozen_wals:
+                    self.frozen_wals.remove(wal)
+            case AddFrozenWal(wal):
+                if wal not in self.frozen_wals:
+                    insort(self.frozen_wals, wal)
+            case RemoveFrozenWal(wal):
+                if wal in self.frozen_wals:
+                    self.frozen_wals.remove(wal)
             case AddSst(entry):
-                add_tables(self, (entry,))
+                self.tables.setdefault(entry.id, entry)
+            case RemoveSst(sst_id):
+                self.tables.pop(sst_id, None)
+            case UpdateLsn(last_lsn):
+                self.last_lsn = max(self.last_lsn, last_lsn)
+            case AllocateSstId(sst_id):
+                self.next_sst_id = max(self.next_sst_id, sst_id + 1)
             case Compaction(added, removed):
-                add_tables(self, added)
+                for entry in added:
+                    self.tables.setdefault(entry.id, entry)
                 for sst_id in removed:
-                    _remove_sst(self, sst_id)
-            case _:
-                (number,) = msgspec.structs.astuple(event)
-                NUMBER_EFFECTS[type(event)](self, number)
+                    self.tables.pop(sst_id, None)
         self.dirty = True
 
     def apply_all(self, events: Iterable[ManifestEvent]) -> ManifestData:
@@ -165,64 +181,4 @@ class ManifestData:
 
     def copy(self) -> ManifestData:
         """Return an independent copy."""
-        return ManifestData(
-            version=self.version,
-            last_lsn=self.last_lsn,
-            active_wal=self.active_wal,
-            frozen_wals=list(self.frozen_wals),
-            tables=dict(self.tables),
-            next_sst_id=self.next_sst_id,
-            dirty=self.dirty,
-        )
-
-
-def _version(data: ManifestData, version: int) -> None:
-    data.version = version
-
-
-def _set_active(data: ManifestData, wal: int) -> None:
-    data.active_wal = wal
-    if wal in data.frozen_wals:
-        data.frozen_wals.remove(wal)
-
-
-def _add_frozen(data: ManifestData, wal: int) -> None:
-    if wal not in data.frozen_wals:
-        insort(data.frozen_wals, wal)
-
-
-def _remove_frozen(data: ManifestData, wal: int) -> None:
-    if wal in data.frozen_wals:
-        data.frozen_wals.remove(wal)
-
-
-def _remove_sst(data: ManifestData, sst_id: int) -> None:
-    data.tables.pop(sst_id, None)
-
-
-def _update_lsn(data: ManifestData, last_lsn: int) -> None:
-    if last_lsn > data.last_lsn:
-        data.last_lsn = last_lsn
-
-
-def _allocate(data: ManifestData, sst_id: int) -> None:
-    if sst_id >= data.next_sst_id:
-        data.next_sst_id = sst_id + 1
-
-
-NUMBER_EFFECTS: dict[type, Callable[[ManifestData, int], None]] = {
-    Version: _version,
-    SetActiveWal: _set_active,
-    AddFrozenWal: _add_frozen,
-    RemoveFrozenWal: _remove_frozen,
-    RemoveSst: _remove_sst,
-    UpdateLsn: _update_lsn,
-    AllocateSstId: _allocate,
-}
-"""The effects of events that consist of one number; `apply` dispatches on it."""
-
-
-def add_tables(data: ManifestData, entries: Iterable[ManifestSstEntry]) -> None:
-    """Apply `AddSst`, or the first half of `Compaction`."""
-    for entry in entries:
-        data.tables.setdefault(entry.id, entry)
+        return replace(self, frozen_wals=list(self.frozen_wals), tables=dict(self.tables))

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from quire.core.barrier import refuse_changes
 from quire.core.errors import Corruption, StoreClosed
-from quire.core.read_only import OwnerOnly, refuse
+from quire.core.read_only import OwnerOnly, refusal
 from quire.core.settings import LsmSettings
 from quire.durable.files import Disk, read_all
 from quire.durable.log_format import NAMED_HEADER_BYTES, LogHeader, decode_header
@@ -38,7 +39,7 @@ from quire.lsm.wal import LOG_KIND, Buffer, batches_of, decode_batch
 from quire.lsm.witnesses import REPAIR, Owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from quire.lsm.block_cache import BlockCache
     from quire.lsm.sst_reader import SSTable
@@ -86,6 +87,7 @@ class ReadOnlyKv(Kv):
         self.barrier = None
         self.first_lsn = 0
         self.manifest = self.upkeep = self.stalls = cast(Any, OwnerOnly("the database", name=name))
+        refuse_changes(self, lambda _: refusal("the database", name=name))
         self.snapshots = HeldLsns()
         # guarded by _reading
         self._reading = threading.Lock()
@@ -226,30 +228,6 @@ class ReadOnlyKv(Kv):
         assert manifest is not None
         log_bytes = manifest.end - (manifest.header.size if manifest.header is not None else 0)
         return stats_of(view, self._lsn, log_bytes, manifest.data.version)
-
-    # ── refused: owner only ───────────────────────────────────────────────────────────────────────────────────────────
-    def _refuse(self) -> NoReturn:
-        refuse("the database", name=self._name)
-
-    def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True, key: bytes = b"") -> int:
-        """Raise `ReadOnly`."""
-        refuse("the database", name=self._name, keys=len(batch), sync=sync, key=key.hex())
-
-    def sync(self) -> None:
-        """Raise `ReadOnly`."""
-        self._refuse()
-
-    def flush(self) -> None:
-        """Raise `ReadOnly`."""
-        self._refuse()
-
-    def compact(self) -> None:
-        """Raise `ReadOnly`."""
-        self._refuse()
-
-    def begin_load(self) -> int:
-        """Raise `ReadOnly`."""
-        self._refuse()
 
     # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.lsm.short_scan import Pair
 from quire.lsm.wal import Buffer, as_bytes
@@ -123,7 +124,7 @@ def _range(prefix: Buffer | None, low: Buffer, high: Buffer | None) -> tuple[byt
     return start, prefix_end(start)
 
 
-class KvSnapshot(KvRanges):
+class KvSnapshot(KvRanges, ClosedOnExit):
     """A database as of one moment; made by `Kv.snapshot`."""
 
     def __init__(self, kv: Kv, lsn: int, hidden: Hidden, held: tuple[int, ...], view: KvView | None = None) -> None:
@@ -187,12 +188,6 @@ class KvSnapshot(KvRanges):
             raise StoreClosed("the snapshot is closed", hint="take a new one")
         self._kv.require_open()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
         if getattr(self, "_open", False):
             self._open = False
@@ -209,7 +204,7 @@ class ReadableSnapshot(Protocol):
     def close(self) -> None: ...
 
 
-class KvIterator:
+class KvIterator(ClosedOnExit):
     """A cursor over a snapshot: `seek`, then iterate; close it, or use it as a context manager."""
 
     def __init__(self, snapshot: ReadableSnapshot) -> None:
@@ -244,9 +239,3 @@ class KvIterator:
     def close(self) -> None:
         """Close the snapshot."""
         self.snapshot.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

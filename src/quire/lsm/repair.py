@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -330,12 +330,10 @@ def readable_blocks(disk: Disk, path: str, sst_id: int) -> Iterator[pa.RecordBat
         table = SSTable.open(disk, path, sst_id)
     except QuireError:
         return
-    try:
+    with closing(table):
         for number in range(len(table.meta.blocks)):
             with suppress(Corruption):
                 yield table.batch(number)
-    finally:
-        table.close()
 
 
 def _survey_unnamed(survey: KvSurvey, unnamed: Sequence[int]) -> None:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from quire.lsm.block_cache import VersionedValue
 
 Pair = tuple[bytes, bytes]
+_key_of = itemgetter(0)
 
 FIRST_ROWS = 32
 """Rows of each run in the first window. Each further window has four times as many, up to:"""
@@ -57,7 +59,7 @@ class RowWindows:
         else:
             pairs = self._merged(lsn, hidden)
         if edge is not None and len(windows) > 1:  # a single window ends at its own edge
-            cut = bisect_left(pairs, edge, key=_key)
+            cut = bisect_left(pairs, edge, key=_key_of)
             pairs = pairs[cut:] if reverse else pairs[:cut]
         if reverse:
             pairs.reverse()
@@ -72,10 +74,6 @@ class RowWindows:
                     if version is None or version[0] < lsn:
                         newest[key] = lsn, value
         return [(key, value) for key in sorted(newest) if (value := newest[key][1]) is not None]
-
-
-def _key(pair: Pair) -> bytes:
-    return pair[0]
 
 
 class SortedRun(Protocol):

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import Corruption, StoreClosed
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, remove_tree, write_atomic
@@ -114,7 +115,7 @@ class FrozenCopy(msgspec.Struct, frozen=True):
         return state
 
 
-class FrozenKv(KvRanges):
+class FrozenKv(KvRanges, ClosedOnExit):
     """A copy, opened for reading. Use it as a context manager."""
 
     def __init__(self, disk: Disk, copy: FrozenCopy, cache: BlockCache | None = None) -> None:
@@ -156,12 +157,6 @@ class FrozenKv(KvRanges):
         self.failure = self.failure or StoreClosed("the snapshot is closed", hint="open it again")
         for table in self._view.levels:
             table.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def remove_home(disk: Disk, path: str) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 import pyarrow as pa
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew, InternalError
 from quire.durable.checksums import crc64
 from quire.durable.files import File
@@ -179,7 +180,7 @@ def _find_section(file: File, path: str) -> _Section:
         raise FormatTooNew("the table was written by a newer quire", hint="upgrade quire", path=path, version=version)
     try:
         meta = _DECODER.decode(section[bloom_bytes : bloom_bytes + index_bytes])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corruption("a table's index cannot be decoded", hint=_HINT, path=path, cause=str(error)) from error
     if nonsense := _nonsense(meta, hashes, bloom_bytes, offset):
         raise Corruption("a table's index is inconsistent", hint=_HINT, path=path, cause=nonsense)

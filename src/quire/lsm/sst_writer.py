@@ -8,8 +8,9 @@ Raises `InternalError` (rows out of order), and the disk's errors; a file that w
 
 from __future__ import annotations
 
+import io
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -146,8 +147,7 @@ class TableWriter:
         pieces, meta = self.finish()
         hit("lsm.sst.built")
         try:
-            file = disk.open(path + stage, create=True)
-            try:
+            with closing(disk.open(path + stage, create=True)) as file:
                 file.truncate(0)
                 offset = 0
                 for piece in _joined(pieces):
@@ -155,8 +155,6 @@ class TableWriter:
                     offset += len(piece)
                 hit("lsm.sst.written")
                 file.sync()
-            finally:
-                file.close()
             hit("lsm.sst.synced")
             if stage:
                 disk.rename(path + stage, path)
@@ -169,10 +167,8 @@ class TableWriter:
         return meta
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """The file object that Arrow writes to: collects pieces, their total size, and a checksum that is reset at each block."""
-
-    closed = False
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -193,20 +189,8 @@ class _Sink:
     def tell(self) -> int:
         return self.size
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def readable(self) -> bool:
-        return False
-
     def writable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return False
 
 
 @cache

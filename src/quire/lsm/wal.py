@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -278,11 +278,8 @@ class KvWal:
 
 def require_owner(disk: Disk, path: str, number: int, owner: Owner, recorded: LogEnd | None) -> None:
     """Raise if the log belongs to another database or has another number. A log with the recorded salt is always accepted."""
-    file = disk.open(path, write=False)
-    try:
+    with closing(disk.open(path, write=False)) as file:
         header = decode_header(file.read_at(NAMED_HEADER_BYTES, 0), path, LOG_KIND)
-    finally:
-        file.close()
     if recorded is None or recorded.salt != header.salt:
         owner.require(header, number, path)
 

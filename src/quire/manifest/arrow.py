@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from quire.core.decoding import UNDECODABLE
 from quire.manifest import tables as t
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _cells(version: bytes, width: int, values: list[bytes]) -> list[Any] | None:
     try:
         bodies = b"".join([raw[begin:-4] for raw in values])
         cells = _DECODE_LIST(b"\xdd" + (width * len(values)).to_bytes(4, "big") + bodies)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return None  # the slow path names the row that does not decode
     return cells
 

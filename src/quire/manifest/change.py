@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.core.json_values import from_plain, plain
 from quire.core.timeline import Gaps, distance
@@ -45,7 +46,7 @@ def decode_changes(raws: list[bytes]) -> list[ChangeRecord]:
     assert body is not None, "the change log is not packed"
     try:
         return [body(raw[2:]) if raw[:2] == head else decode(raw) for raw in raws]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return [decode(raw) for raw in raws]  # finds the damaged row, and raises
 
 
@@ -147,7 +148,7 @@ def change_from_json(form: Mapping[str, Any] | str | bytes) -> ChangeRecord:
     if isinstance(form, str | bytes):
         try:
             form_fields = msgspec.json.decode(form)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise InvalidInput(f"not JSON: {error}", text=form[:60]) from error
     if not isinstance(form_fields, Mapping) or not isinstance(form_fields.get("generations"), Mapping):
         raise InvalidInput("not a change: that is an object with `generations`", found=str(form_fields)[:60])

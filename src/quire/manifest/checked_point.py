@@ -26,6 +26,7 @@ from contextlib import suppress
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import StorageFault
 from quire.core.events import emit
 from quire.durable.files import OsDisk, read_all, write_atomic
@@ -80,7 +81,7 @@ def read_point(env: ManifestEnv) -> CheckedPoint | None:
     try:
         line, _, check = read_all(OsDisk(), env.path + SUFFIX).partition(b"\n")
         point = msgspec.json.decode(line, type=CheckedPoint) if check == _digest(line) else None
-    except (FileNotFoundError, StorageFault, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (FileNotFoundError, StorageFault, *UNDECODABLE):
         return None
     with ReadTxn(env) as txn:
         if point is None or not point.is_of(txn, transaction_of(txn)):

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import FormatTooNew, InvalidInput, ManifestDamaged
 from quire.manifest.records import Record
 
@@ -82,7 +83,7 @@ def _msgpack_coders(
             _refuse_newer(raw, version, record_type)
         try:
             return unpack(raw[2:])  # copying a small row is cheaper than making a memoryview
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise _damaged(raw, record_type, str(error)) from error
 
     return encode, decode

@@ -31,9 +31,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 from quire.core.barrier import changes
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import (
     CursorLost,
     InvalidInput,
@@ -540,7 +541,7 @@ def followed(
             feed.acknowledge(name, done)
 
 
-class FileWatch:
+class FileWatch(ClosedOnExit):
     """Wakes its caller when any process of this machine writes to a file. Use as a context manager.
 
     Where inotify is not available (another system, no watches left) it only sleeps: callers look from time to time anyway.
@@ -553,12 +554,6 @@ class FileWatch:
             self._fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
             if self._fd >= 0 and libc.inotify_add_watch(self._fd, os.fsencode(path), IN_MODIFY) < 0:
                 self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop watching. Idempotent."""

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
@@ -278,7 +278,7 @@ def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], fin
     try:
         if table.rows.are_intact(keys, values):
             return [body(raw[2:-4]).namespace_id for raw in values]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         pass  # the loop below finds the row
     namespaces = []
     for key, raw in zip(keys, values):

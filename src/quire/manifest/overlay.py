@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, Final, Generic, Literal
 
 from quire.core.errors import DatabaseTombstoned, ReadOnly, UnknownDatabase
@@ -55,6 +56,8 @@ def trimmed_below(oldest: int, checked_sequence: int | None, head: int) -> int:
 
 
 _ABSENT: Final = object()
+
+_key_of = itemgetter(0)
 
 Note = tuple[int, int, AuditAction, str, int, int]
 """(component, db_id, action, subject, number, size in bytes): an audit record before its generation is known."""
@@ -299,7 +302,7 @@ class TableView(Generic[R]):
                 if added < consumed:
                     raise KeysTaken
             if pending:
-                rows = sorted(pending.items(), key=_first) if len(pending) > 1 else [*pending.items()]
+                rows = sorted(pending.items(), key=_key_of) if len(pending) > 1 else [*pending.items()]
                 if self._deleted:
                     deleted = [key for key, record in rows if record is None]
                     for key in deleted:
@@ -348,10 +351,6 @@ class TableView(Generic[R]):
         self.inserted.clear()
         self._deleted = False
         self.forget_order()
-
-
-def _first(item: tuple[bytes, Any]) -> bytes:
-    return item[0]
 
 
 class Overlay:

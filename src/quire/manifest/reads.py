@@ -20,6 +20,8 @@ import lmdb
 import msgspec
 from msgspec.structs import astuple
 
+from quire.core.closing import ClosedOnExit
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     DatabaseTombstoned,
     InvalidInput,
@@ -85,7 +87,7 @@ _SEQUENCE = KeyCodec(("sequence", "u64"))
 """Key of the change log, as change.py declares it."""
 
 
-class ReadTxn:
+class ReadTxn(ClosedOnExit):
     """One snapshot of the manifest. Use as a context manager."""
 
     __slots__ = ("__weakref__", "_damage", "_env", "_get", "_handles", "_ticket", "_txn", "refused")
@@ -100,12 +102,6 @@ class ReadTxn:
         self.refused = env.refused
         self._damage: lmdb.Error | None = None
         """The error of a page that LMDB found damaged; from then on LMDB refuses every call of the transaction."""
-
-    def __enter__(self) -> ReadTxn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the snapshot; further reads raise `StoreClosed`. If the call is interrupted, call it again."""
@@ -160,7 +156,7 @@ class ReadTxn:
             else:  # `decode` inlined: saves a call per row
                 try:
                     record = body(raw[2:-4])
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                except UNDECODABLE:
                     record = decode(key, raw)
                 yield unpack(key), record
 

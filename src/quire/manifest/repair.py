@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +137,13 @@ def _replayed(txn: ReadTxn, wanted: list[tuple[t.Table[Any], bytes]]) -> dict[tu
         # The changes of a trimmed log apply to rows that it does not contain.
         if txn.feed_bounds()[0] != 1:
             return {}
-        with tempfile.TemporaryDirectory(prefix="quire-replay-") as directory:
-            env = ManifestEnv(str(Path(directory) / "manifest.lmdb"), ManifestSettings(), write=True)
-            try:
-                replay(txn.changes(1), env)
-                with ReadTxn(env) as replayed:
-                    return {(table.name, key): _plain(replayed, table, key) for table, key in wanted}
-            finally:
-                env.close()
+        with (
+            tempfile.TemporaryDirectory(prefix="quire-replay-") as directory,
+            closing(ManifestEnv(str(Path(directory) / "manifest.lmdb"), ManifestSettings(), write=True)) as env,
+        ):
+            replay(txn.changes(1), env)
+            with ReadTxn(env) as replayed:
+                return {(table.name, key): _plain(replayed, table, key) for table, key in wanted}
     except (ManifestDamaged, lmdb.Error):
         return {}  # the log is damaged too
 

@@ -33,12 +33,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from quire.core.clock import SystemClock
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import AlreadyExists, CursorLost, ManifestDamaged, ReadOnly, StalePlan, UnknownCursor
 from quire.core.settings import ManifestSettings
 from quire.core.timeline import preceding, step_back
@@ -84,7 +85,7 @@ COMPARED = tuple(
 _COPY_AGAIN = "create a new replica with Replica.from_copy"
 
 
-class Replica:
+class Replica(ClosedOnExit):
     """An environment that follows a feed. Make one with `open` or `from_copy`."""
 
     def __init__(self, env: ManifestEnv) -> None:
@@ -124,11 +125,8 @@ class Replica:
         try:
             _discard(disk, staging)
             manifest.env.copy(staging)
-            env = ManifestEnv(staging, settings or ManifestSettings(), write=True, create=False)
-            try:
+            with closing(ManifestEnv(staging, settings or ManifestSettings(), write=True, create=False)) as env:
                 _clear_local(env)  # its commit also syncs the copy
-            finally:
-                env.close()
             disk.rename(staging, path)
             # The lock file that opening the copy has left under its staging name.
             _discard(disk, staging)
@@ -142,12 +140,6 @@ class Replica:
     def close(self) -> None:
         """Close the environment; further use raises `StoreClosed`."""
         self._env.close()
-
-    def __enter__(self) -> Replica:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

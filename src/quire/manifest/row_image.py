@@ -8,8 +8,9 @@ Threads: one per object. Raises the errors of the environment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import Corruption
 from quire.core.settings import ManifestSettings
 from quire.manifest import tables as t
@@ -42,7 +43,7 @@ def image(read: Callable[[], ReadTxn], first_change: int) -> Iterator[TableRows]
             start = keys[-1] + b"\0"
 
 
-class RowImage:
+class RowImage(ClosedOnExit):
     """A manifest built from rows, for a restore or a standby. Each `apply` is one transaction."""
 
     def __init__(self, path: str, settings: ManifestSettings | None = None) -> None:
@@ -88,9 +89,3 @@ class RowImage:
 
     def close(self) -> None:
         self._env.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any, Generic
 
-import msgspec
-
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import ManifestDamaged
 from quire.durable.checksums import crc32
 from quire.manifest.codec import VERSION, R, RecordCodec
@@ -89,7 +88,7 @@ class RowCodec(Generic[R]):
                     return plain(head + raw[2:-4])
                 try:
                     return body(raw[2:-4])
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                except UNDECODABLE:
                     pass  # raised below, with table and key
             try:
                 return plain(opened(key, raw))

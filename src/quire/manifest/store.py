@@ -25,6 +25,7 @@ import lmdb
 
 from quire.core.barrier import Barrier, changes
 from quire.core.clock import Clock, SystemClock
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, StillReferenced, StoreClosed, UnknownDatabase
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import ManifestSettings
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from quire.manifest.writer import ManifestWriter
 
 
-class ManifestStore:
+class ManifestStore(ClosedOnExit):
     """The open manifest. Make one with `ManifestStore.open`."""
 
     def __init__(
@@ -164,12 +165,6 @@ class ManifestStore:
         """Record how far the manifest is known to be in order: the next open checks from there (N3)."""
         if not self.env.refused:
             write_point(self.env, point_of(self.env))
-
-    def __enter__(self) -> ManifestStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def read_only(self) -> bool:

@@ -172,6 +172,15 @@ def list_objects(store: ObjectStore, prefix: str = "", *, start_after: str = "")
         yield from page
 
 
+def exists(store: ObjectStore, key: str) -> bool:
+    """Return whether the store has an object with this name."""
+    try:
+        store.head(key)
+    except ObjectNotFound:
+        return False
+    return True
+
+
 def check_key(key: str) -> str:
     """Return `key` if every store can hold it under exactly this name; raise `InvalidName` otherwise.
 

@@ -15,7 +15,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidName, ObjectNotFound, StorageFault
@@ -95,15 +95,12 @@ class LocalStore:
         check_key(key)
 
         def fill(file: File) -> int:
-            source = self._disk.open(path, write=False)
-            try:
+            with closing(self._disk.open(path, write=False)) as source:
                 done = 0
                 while step := source.read_at(COPY_STEP_BYTES, done):
                     file.write_at(step, done)
                     done += len(step)
                 return done
-            finally:
-                source.close()
 
         return self._put(key, fill, create_only, identity)
 
@@ -220,12 +217,9 @@ class LocalStore:
         self._make_named(self._staging)
         path = os.path.join(self._staging, f"{self._clock.now_ms():013x}-{secrets.token_hex(8)}")
         try:
-            file = self._disk.open(path, exclusive=True)
-            try:
+            with closing(self._disk.open(path, exclusive=True)) as file:
                 size = fill(file)
                 file.sync()
-            finally:
-                file.close()
         except BaseException:
             self._discard(path)
             raise
@@ -318,11 +312,8 @@ class LocalStore:
         """Open the object's file; the system's errors for missing files become `ObjectNotFound`."""
         path = self._path(check_key(key))
         try:
-            file = self._disk.open(path, write=False)
-            try:
+            with closing(self._disk.open(path, write=False)) as file:
                 yield file
-            finally:
-                file.close()
         except FileNotFoundError:
             raise ObjectNotFound("the object store has no object with this name", store=self._root, key=key) from None
         except StorageFault as fault:

@@ -32,6 +32,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.core.clock import Clock
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     AlreadyExists,
     Corruption,
@@ -108,7 +109,7 @@ def decode_file(data: bytes, path: str) -> OwnerFile:
         raise _damaged(path, "its checksum does not match its contents")
     try:
         record = msgspec.json.decode(line, type=OwnerFile)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise _damaged(path, str(error)) from error
     if record.format > FORMAT:
         raise FormatTooNew("owner.json was written by a newer quire", hint="upgrade quire", path=path)
@@ -166,7 +167,7 @@ def decode_object(data: bytes) -> OwnerObject | None:
         return None
     try:
         return msgspec.json.decode(data, type=OwnerObject)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return None
 
 
@@ -328,21 +329,8 @@ class Ownership:
     def _create(self, record: OwnerFile) -> None:
         """Create the object of a recorded session."""
         store, key = self._place(), owner_key(self._store_id, record.epoch, record.session)
-        body = encode_object(
-            OwnerObject(
-                store_id=self._store_id,
-                nonce=record.nonce,
-                host=os.uname().nodename,
-                pid=os.getpid(),
-                created_at_ms=self._clock.now_ms(),
-            )
-        )
-
-        def is_ours(existing: ExistingObject) -> bool:
-            return (owner := _read(existing.store, key)) is not None and owner.nonce == record.nonce
-
         try:
-            store.put(key, body, create_only=True, identity=is_ours)
+            body = _put_session(store, record, self._clock.now_ms())
         except AlreadyExists:
             raise self._fence_self(record.epoch, record.session, _read(store, key), record) from None
         hit("objects.ownership.created")
@@ -460,19 +448,27 @@ def claim_epoch(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch:
         record = OwnerFile(store_id=store_id, epoch=epoch, session=1, nonce=nonce)
         write_file(disk, root, record)
         hit("objects.ownership.recorded")
-    key, nonce = owner_key(store_id, epoch, 1), record.nonce
-    owner = OwnerObject(store_id=store_id, nonce=nonce, host=os.uname().nodename, pid=os.getpid(), created_at_ms=now_ms)
-
-    def is_ours(existing: ExistingObject) -> bool:
-        present = _read(existing.store, key)
-        return present is not None and present.nonce == nonce
-
     try:
-        store.put(key, encode_object(owner), create_only=True, identity=is_ours)
+        _put_session(store, record, now_ms)
     except AlreadyExists:
         return False
     hit("objects.ownership.created")
     return True
+
+
+def _put_session(store: ObjectStore, record: OwnerFile, now_ms: int) -> bytes:
+    """Create the object of a recorded session, or recognise it by its nonce, and return its bytes. Raises `AlreadyExists` if it
+    is another owner's."""
+    key = owner_key(record.store_id, record.epoch, record.session)
+    host, pid = os.uname().nodename, os.getpid()
+    owner = OwnerObject(store_id=record.store_id, nonce=record.nonce, host=host, pid=pid, created_at_ms=now_ms)
+
+    def is_ours(existing: ExistingObject) -> bool:
+        return (present := _read(existing.store, key)) is not None and present.nonce == record.nonce
+
+    body = encode_object(owner)
+    store.put(key, body, create_only=True, identity=is_ours)
+    return body
 
 
 def newest_owner(

@@ -13,7 +13,7 @@ import os
 import tarfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import BinaryIO
 
 from quire.core.errors import Corruption, InvalidInput, NotFound, ObjectNotFound
@@ -129,11 +129,8 @@ class TarStore:
         with translated(self._path, "writing the backup"):
             self._tar.close()
             self._file.flush()
-        written = disk.open(self._path + TEMPORARY)
-        try:
+        with closing(disk.open(self._path + TEMPORARY)) as written:
             written.sync()
-        finally:
-            written.close()
         hit("backup.tar.synced")
         disk.rename(self._path + TEMPORARY, self._path)
         disk.sync_dir(os.path.dirname(self._path))

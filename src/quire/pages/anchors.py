@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -81,11 +81,8 @@ def anchored(
     """Call `publish` with an anchor of the current version, written but not yet durable transactions included; return its
     result."""
     # Before the flush: a checkpoint between the seal and the snapshot's commit could pass the anchor (P13).
-    hold = _hold(store, "snapshot")
-    try:
+    with closing(_hold(store, "snapshot")):
         return publish_at(manifest, store.db_id, flush(store), publish)
-    finally:
-        hold.close()
 
 
 def publish_at(manifest: ManifestStore, db_id: int, mark: Mark, publish: Callable[[int, Anchor], R]) -> R:

@@ -35,13 +35,14 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
 
 from quire.core.clock import Clock
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     Corruption,
     FormatTooNew,
@@ -158,7 +159,7 @@ def decode(reader: uuid.UUID, data: bytes, path: str = "") -> LeaseRecord:
         raise Corruption("a reader's lease is damaged", path=path, size=len(data))
     try:
         named = msgspec.msgpack.decode(tags, type=dict[str, str])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corruption(f"the tags of a lease are invalid: {error}", path=path) from error
     return LeaseRecord(reader=reader, db_id=db_id, lsn=lsn, pid=pid, opened_ms=opened_ms, tags=named)
 
@@ -394,7 +395,7 @@ class LeaseFiles:
             file = self._disk.open(path, write=False)
         except FileNotFoundError:
             return None  # closed in the meantime
-        try:
+        with closing(file):
             is_dead = _is_free(file)
             if name.endswith(TEMPORARY):
                 if is_dead:
@@ -403,8 +404,6 @@ class LeaseFiles:
             if is_dead and os.fstat(file.fileno()).st_nlink == 0:
                 return None  # closed by its reader
             return self._lease_if_live(name, path, file, parsed.reader, is_dead=is_dead)
-        finally:
-            file.close()
 
     def _lease_if_live(
         self, name: str, path: str, file: File, reader: uuid.UUID, *, is_dead: bool

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,12 +189,9 @@ def _contents(disk: Disk, root: str, name: WalSegmentFile) -> str:
 
 def _is_zero(disk: Disk, path: str) -> bool:
     """Return whether a file is all zeros: a crash came before its header was written."""
-    file = disk.open(path, write=False)
-    try:
+    with closing(disk.open(path, write=False)) as file:
         size = file.size()
         return not any(any(file.read_at(ZEROS_BYTES, offset)) for offset in range(0, size, ZEROS_BYTES))
-    finally:
-        file.close()
 
 
 def _trim(disk: Disk, root: str, db_id: int, rows: Rows) -> None:

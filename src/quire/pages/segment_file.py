@@ -21,10 +21,11 @@ import os
 import secrets
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from threading import get_ident
 from typing import Self
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import (
     AlreadyExists,
     ChecksumMismatch,
@@ -60,7 +61,7 @@ TWO_HANDLES_BYTES = 1 * MIB
 """Segments of about this size and above have two handles for syncs; databases that have written less have smaller segments."""
 
 
-class SegmentFile:
+class SegmentFile(ClosedOnExit):
     """An open segment: writable if returned by `create` or `recycle`, read-only if returned by `open`."""
 
     __slots__ = (
@@ -144,8 +145,7 @@ class SegmentFile:
         # `rename` would replace an existing file without a trace, and it may have frames.
         if disk.exists(path):
             raise AlreadyExists("a segment file already exists", hint="remove it first", path=path)
-        file = disk.open(former)
-        try:
+        with closing(disk.open(former)) as file:
             old = read_header(file)
             if old.db_id != db_id:
                 raise InvalidInput("a segment can only be recycled within its database", path=former, db_id=old.db_id)
@@ -170,8 +170,6 @@ class SegmentFile:
             )
             _write_header(file, header)
             hit("pages.segment.recycled")
-        finally:
-            file.close()
         # A crash before the rename leaves the header of another segment under the old name. Nothing reads it: the former
         # segment is no longer needed.
         disk.rename(former, path)  # after the sync of the header: the new name never has an old header
@@ -342,12 +340,6 @@ class SegmentFile:
         for handle, _ in self._lanes:
             handle.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def checked(self, frame_no: int, data: bytes | memoryview, page: int | None) -> FrameHead:
         """Return the head of the frame in `data`, after verifying that it is this segment's frame of this number and page."""
@@ -371,7 +363,7 @@ class SegmentFile:
         if not self._writable:
             raise ReadOnly("an existing segment cannot be appended to", hint="create a new segment", path=self.path)
         if self._failure is not None:
-            raise type(self._failure)(self._failure.what, hint=self._failure.hint, **self._failure.where)
+            raise self._failure.copied()
 
     def _mark_unusable(self, doing: str, error: BaseException) -> None:
         """Mark the segment unusable, because the state on disk is unknown, and raise; return if `error` is no `Exception`."""

@@ -461,7 +461,7 @@ class Wal:
     def require(self) -> None:
         """Raise the error that made the database unusable, if any."""
         if (why := self.failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+            raise why.copied() from why.__cause__
 
     def _poison(self, error: BaseException) -> None:
         """Refuse writes until the database is reopened: the state on disk is unknown."""

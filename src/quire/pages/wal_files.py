@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, Conflict, DiskFull, InvalidInput, NotFound, QuireError, StorageFault
@@ -272,12 +272,10 @@ CRC_STEP = MIB
 
 def segment_crc(disk: Disk, path: str, used_bytes: int) -> int:
     """Return the crc64 of the used bytes of a segment's file, which its row has once it is sealed."""
-    crc, file = 0, disk.open(path, write=False)
-    try:
+    crc = 0
+    with closing(disk.open(path, write=False)) as file:
         for offset in range(0, used_bytes, CRC_STEP):
             crc = crc64(file.read_at(min(CRC_STEP, used_bytes - offset), offset), crc)
-    finally:
-        file.close()
     return crc
 
 
@@ -290,11 +288,8 @@ def trim(disk: Disk, path: str, used_bytes: int) -> int:
     try:
         if (size := disk.size(path)) <= used_bytes:
             return 0
-        file = disk.open(path)
-        try:
+        with closing(disk.open(path)) as file:
             file.truncate(used_bytes)
-        finally:
-            file.close()
         return size - used_bytes
     except FileNotFoundError:  # its database was dropped, or it was evicted
         return 0

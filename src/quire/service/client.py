@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakSet
 
 import pyarrow as pa
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import InvalidInput, NameTaken, TimedOut, UnknownDatabase
 from quire.core.ids import Epoch
 from quire.core.reader_info import ReaderInfo
@@ -103,7 +104,7 @@ def connect(
     return Client(Channel(address, token_file=token, tls_ca_file=tls_ca_file, call_seconds=timeout))
 
 
-class Client:
+class Client(ClosedOnExit):
     """A remote store. Created by `quire.connect`; use it as a context manager."""
 
     def __init__(self, channel: Channel) -> None:
@@ -153,12 +154,6 @@ class Client:
             closing.callback(self._renewing.close)
             for stream in list(self._streams):
                 closing.callback(stream.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         channel = self._channel

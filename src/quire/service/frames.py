@@ -23,6 +23,7 @@ import struct
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.limits import MIB
 
 SUFFIX = ".f"
@@ -70,7 +71,7 @@ def read_framed(frame: bytes) -> FramedCall:
     """Return the call in a frame."""
     try:
         return _decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise FrameError(f"the call cannot be read: {error}") from error
 
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     AccessDenied,
-    CursorLost,
     InvalidInput,
-    OutOfRange,
     QuireError,
     StoreClosed,
     StoreUnusable,
@@ -60,7 +59,7 @@ from quire.service.tables import cuts
 from quire.service.tickets import OfLease, OfLentRange, PutPart, TableDestination, TakeIds
 from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, NamespacePlace
 from quire.service.wire import WIRE_VERSION, form_of
-from quire.stream.gaps import begin_at
+from quire.stream.gaps import begin_at, begin_within
 from quire.stream.poll import poll_streams
 from quire.stream.remote_read import PolledStream, SharedStream, share
 
@@ -358,7 +357,7 @@ class Handlers:
             ops = _DECODE_OPS(batch.ops)
             with attached_trace(batch.trace):
                 return self._manifest.submit(ops, key=batch.key or None, result=batch.result, timeout=seconds)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             return m.BatchOutcome(error=form_of(InvalidInput(f"the operations cannot be read: {error}")))
         except QuireError as error:
             return m.BatchOutcome(error=form_of(error))
@@ -413,16 +412,7 @@ class Handlers:
         if start is None:
             raise InvalidInput("a consumer must start at `oldest`, `latest` or a record", start=request.start)
         if request.consumer not in stream.consumers:
-            start = begin_at(stream.gaps, start)
-            if start < first:
-                raise CursorLost(
-                    "these records are no longer retained",
-                    hint=f"the first one is {first}",
-                    start=start,
-                    first=first,
-                )
-            if start > end:
-                raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=start, end=end)
+            start = begin_within(stream.gaps, start, first, end)
         position: int = stream.register(request.consumer, start)
         return position
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import InvalidInput, QuireError, UnknownReader
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -216,7 +217,7 @@ def _same(job_id: int) -> int:
 def _unpacked(packed: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(packed) if packed else None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise InvalidInput(f"a payload or result is not msgpack: {error}", bytes=len(packed)) from error
 
 

@@ -16,6 +16,7 @@ from http.client import HTTPConnection, HTTPSConnection
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import Incompatible, InvalidInput
 from quire.durable.files import translated
 from quire.service.carrier import CallBroken, Carrier
@@ -93,7 +94,7 @@ def _refused(status: int, body: bytes) -> Exception:
     try:
         refusal = msgspec.json.decode(body, type=Refusal)
         return RemoteError(ErrorForm(refusal.error, refusal.message, refusal.hint, {}, again))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         if again:
             return CallBroken(f"status {status}")
     hint = "check that this is the address of `quire serve --http`"

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import InvalidInput, QuireError
 from quire.manifest import tables as t
 from quire.manifest.guard import KeyedCall, keyed
@@ -74,7 +75,7 @@ def _kept_answer(manifest: ManifestStore, key: bytes, action: str) -> KeptAnswer
         return None
     try:
         kept = msgspec.msgpack.decode(row.result, type=KeptAnswer)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         kept = KeptAnswer("submit", None)  # the kept answer of a batch has no action
     if kept.action != action:
         raise InvalidInput(

@@ -13,6 +13,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -127,8 +128,9 @@ class Loads:
             create=request.create,
             exists=request.exists,
         )
-        connection = self._store.sqlite(request.database, create=request.create_database, timeout=BUSY_SECONDS)
-        try:
+        with closing(
+            self._store.sqlite(request.database, create=request.create_database, timeout=BUSY_SECONDS)
+        ) as connection:
             count = load_rows(
                 connection,
                 request.load,
@@ -140,8 +142,6 @@ class Loads:
                 query=request.query,
                 batch=request.batch,
             )
-        finally:
-            connection.close()
         hit("load.taken")
         self.drop(request.load)
         return count

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import LeaseExpired, QuireError, StoreClosed, Unavailable, UnknownReader
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey
@@ -111,7 +112,7 @@ class RemoteJobs:
         return self._channel.call("jobs.outstanding", m.Outstanding(db_id, kind))
 
 
-class RemotePageReader:
+class RemotePageReader(ClosedOnExit):
     """Reads one version of a database through its owner. Use it as a context manager: it renews its lease until closed."""
 
     def __init__(self, channel: Channel, lease: RemoteReader) -> None:
@@ -172,9 +173,3 @@ class RemotePageReader:
             self._channel.call("reader.close", m.OfReader(self.db_id, self.reader_id))
         except (Unavailable, StoreClosed) as error:
             emit("debug", "client.lease_left", reader_id=self.reader_id, error=str(error))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import InvalidInput, LeaseExpired, QuireError, StoreClosed
 from quire.lsm.kv import Stats
 from quire.lsm.reading import KvIterator, KvRanges
@@ -148,7 +149,7 @@ class RemoteKv(RemoteRanges):
         return self._channel.call("kv.stats", d.OfName(self.name))
 
 
-class RemoteKvSnapshot(RemoteRanges):
+class RemoteKvSnapshot(RemoteRanges, ClosedOnExit):
     """A snapshot of a set. Created by `RemoteKv.snapshot`."""
 
     def __init__(self, channel: Channel, name: str, renewing: LeaseRenewal, held: d.HeldSnapshot) -> None:
@@ -169,12 +170,6 @@ class RemoteKvSnapshot(RemoteRanges):
         if self._open:
             self._open = False
             self._release(self._snapshot)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):

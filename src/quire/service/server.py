@@ -23,13 +23,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from quire.core.closing import ClosedOnExit
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import InternalError, InvalidConfig, InvalidInput, QuireError, ReadOnly, Unavailable
 from quire.core.events import emit
 from quire.core.tracing import attached_trace, span
@@ -60,7 +62,7 @@ LONG_POLLS = frozenset({"feed.wait", "stream.wait", STREAM_TAIL})
 UNLIMITED = frozenset(action.name for action in SQL_ACTIONS)
 
 
-class Server:
+class Server(ClosedOnExit):
     """A server of a store. Created by `store.serve()`; use it as a context manager, or call `close`."""
 
     def __init__(self, store: StoreApi, address: str | None = None, credentials: Credentials | None = None) -> None:
@@ -171,12 +173,6 @@ class Server:
             ending.join(0.5)
         self._flight_server = None  # frees gRPC's memory and threads now, not with a later collection of garbage
         self._service.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass(slots=True)
@@ -315,7 +311,7 @@ class Service:
             raise InvalidInput("the ticket is too long", bytes=len(raw), max=TICKET_BYTES_MAX)
         try:
             ticket = msgspec.msgpack.decode(raw, type=TableTicket)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise InvalidInput(f"the ticket cannot be read: {error}") from error
         reader = TableStream(self._manifest, ticket, self._settings.batch_bytes)
         return reader.schema, self._batches(reader)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.core import errors
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import Incompatible, InvalidInput, QuireError
 from quire.core.limits import MIB
 
@@ -82,7 +83,7 @@ def read_call(body: bytes, kind: type[T]) -> tuple[bytes, T]:
     try:
         call = _decode_call(body)
         request = msgspec.msgpack.decode(call.request, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise InvalidInput(f"the call cannot be read: {error}", request=kind.__name__, bytes=len(body)) from error
     if call.key and len(call.key) != 16:
         raise InvalidInput("an idempotency key must be 16 bytes", bytes=len(call.key))
@@ -122,7 +123,7 @@ def read_answer(whole: bytes, kind: Any) -> Any:
         if whole[:1] != GOOD:
             raise msgspec.DecodeError("it starts with neither 0 nor 1")
         return msgspec.msgpack.decode(memoryview(whole)[1:], type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Incompatible(
             f"the owner's answer cannot be read: {error}", hint="use the same version of quire on both sides"
         ) from error
@@ -161,7 +162,7 @@ def read_form(body: bytes) -> ErrorForm:
     """Return the error in an answer or in the detail of a broken stream."""
     try:
         return _decode_form(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return ErrorForm("QuireError", "the owner refused with an unknown error")
 
 

@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
 
 import apsw
 
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import Corruption, InvalidInput, NotFound, StorageFault, Unavailable
 from quire.core.limits import PAGE_SIZE_MAX
 from quire.durable.files import Disk, File, OsDisk
@@ -109,7 +109,7 @@ def signature_of(path: str) -> Signature:
         return file.signature()
 
 
-class DbFile:
+class DbFile(ClosedOnExit):
     """A database file, read through SQLite's VFS and not locked. A context manager.
 
     A descriptor of our own would not do: closing it drops the locks that SQLite holds on the same file in this process (POSIX
@@ -153,18 +153,12 @@ class DbFile:
         """Close the file. SQLite closes the descriptor when no lock of this process needs it any more."""
         self._file.xClose()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _missing(path: str) -> NotFound:
     return NotFound("the file does not exist", hint="name the database file", path=path)
 
 
-class ReadLock:
+class ReadLock(ClosedOnExit):
     """A read transaction of SQLite on a file. Use it as a context manager or close it."""
 
     def __init__(self, path: str, header: DbHeader) -> None:
@@ -203,12 +197,6 @@ class ReadLock:
     def close(self) -> None:
         """End the transaction."""
         self._closing.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _translated(error: apsw.Error, path: str) -> Corruption | InvalidInput | Unavailable | StorageFault:

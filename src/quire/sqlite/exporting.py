@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import apsw
@@ -113,12 +113,10 @@ def _write(disk: Disk, path: str, reader: Snapshot, name: str, check: bool, prog
     except FileNotFoundError:
         raise InvalidInput("the directory does not exist", hint="create it first", path=os.path.dirname(path)) from None
     try:
-        try:
+        with closing(file):
             digest = _stream(file, reader, name, progress)
             file.sync()
             _read_back(file, digest, progress)
-        finally:
-            file.close()
         if check:
             _integrity(temporary, path)
     except BaseException:

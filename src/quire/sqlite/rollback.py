@@ -21,7 +21,7 @@ database that follows a file, `WrongKind`.
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime
 
 import apsw
@@ -139,12 +139,9 @@ def _write(txn: WriteTxn, store: PageStore, before: Snapshot, target: Snapshot) 
 
 def _empty(page_size: int) -> bytes:
     """Return a SQLite database without tables; in a store it has one page."""
-    connection = apsw.Connection(":memory:")
-    connection.execute(f"PRAGMA page_size={page_size}; CREATE TABLE t(c); DROP TABLE t; VACUUM")
-    try:
+    with closing(apsw.Connection(":memory:")) as connection:
+        connection.execute(f"PRAGMA page_size={page_size}; CREATE TABLE t(c); DROP TABLE t; VACUUM")
         return connection.serialize("main")
-    finally:
-        connection.close()
 
 
 def _header_grown(image: bytes, current: bytes, *, is_same: bool) -> bytes:

@@ -11,7 +11,7 @@ Importable on executors. Raises `NotFound` for a table that does not exist, `Inv
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -181,11 +181,8 @@ def affinity(declared: str) -> str:
 @contextmanager
 def connected(source: Any) -> Iterator[Connection]:
     """Yield a SQLite connection over a version."""
-    connection = open_reader(source)
-    try:
+    with closing(open_reader(source)) as connection:
         yield connection
-    finally:
-        connection.close()
 
 
 def _all(connection: Connection, sql: str, *values: Any) -> list[tuple[Any, ...]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from contextlib import closing
 from functools import cache
 
 import apsw
@@ -52,12 +53,9 @@ def shim_library() -> ShimLibrary | None:
 @cache
 def _load(path: str) -> ShimLibrary | None:
     try:
-        connection = apsw.Connection(":memory:")
-        try:
+        with closing(apsw.Connection(":memory:")) as connection:
             connection.enable_load_extension(True)
             connection.load_extension(path, "sqlite3_vfsshim_init")
-        finally:
-            connection.close()
         return ShimLibrary(ctypes.PyDLL(path))  # the same copy: SQLite has already loaded it
     except (apsw.Error, OSError) as error:
         emit("warning", "sqlite.shim_not_loaded", error=str(error), hint=AGAIN)

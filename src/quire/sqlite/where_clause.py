@@ -16,6 +16,8 @@ Executor-safe. Raises `InvalidInput`.
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import apsw
 
 from quire.core.errors import InvalidInput
@@ -44,16 +46,13 @@ def check_condition(connection: apsw.Connection, table: str, condition: str, **w
         raise _refused("it is empty, longer than 64 KiB, or contains NUL", condition, table, where)
     rules = _Rules()
     try:
-        scratch = _scratch(connection, table)
-        try:
+        with closing(_scratch(connection, table)) as scratch:
             rules.functions = _steady_functions(scratch)
             scratch.authorizer = rules
             # The text could break out of either context, but text that closes one (`1) OR (1`) is no expression in the other.
             for text in (bracketed(condition), f"CASE WHEN\n{condition}\nTHEN 1 END"):
                 rules.selects = 0
                 _prepare(scratch, table, text)
-        finally:
-            scratch.close()
         _prepare(connection, table, bracketed(condition))  # the real table has collations, and may have no rowids
     except apsw.BindingsError as error:
         raise _refused("it has parameters", condition, table, where) from error

@@ -15,11 +15,12 @@ import shlex
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed
+from quire.core.errors import Corruption, CursorLost, QuireError, StoreClosed
 from quire.core.timeline import Gaps, skip_gap
 from quire.durable.checksums import Bytes
 from quire.durable.failpoints import hit
@@ -30,7 +31,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, Residency, WalState
 from quire.manifest.store import ManifestStore
 from quire.stream.files import StreamFiles
-from quire.stream.gaps import begin_at, gaps_with_range
+from quire.stream.gaps import begin_at, begin_within, gaps_with_range
 from quire.stream.remote_read import SharedReader, SharedSegment, SharedStream
 from quire.stream.segment import (
     BLOCK_HEAD_BYTES,
@@ -198,12 +199,7 @@ class StreamFileReader:
     def _checked_spans(self, start: int | None, stop: int | None) -> Iterator[RecordSpan]:
         contents = self.contents()
         first, end = contents.first_record, contents.end_record
-        begin = first if start is None else begin_at(contents.gaps, start)
-        if begin < first:
-            hint = f"the first one is {first}"
-            raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
-        if begin > end:
-            raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=begin, end=end)
+        begin = first if start is None else begin_within(contents.gaps, start, first, end)
         yield from self._spans(contents, begin, end if stop is None else min(stop, end))
 
     def _spans(self, contents: StreamContents, start: int, stop: int) -> Iterator[RecordSpan]:
@@ -287,26 +283,22 @@ class StreamFileReader:
     def _unlisted(self, segment_id: int) -> SharedSegment | None:
         """Return the segment of a hot file without a row, up to its last complete commit, which is synced; `None` if it has no
         commit. Raises `FileNotFoundError`."""
-        with self._lock:
-            file = self.files.disk.open(self.files.segment(Tier.HOT, segment_id), write=False)
-            try:
-                begun = place = self._begin(file, segment_id)
-                earlier = self._places.get(segment_id)
-                if earlier is not None and place is not None and earlier.header.crc64 == place.header.crc64:
-                    begun = place = earlier  # otherwise the file was replaced: a standby was restored from a base
-                while place is not None:
-                    _, following = _commits(file, place)
-                    if following.offset == place.offset:
-                        break
-                    place = following
-                if begun is None or place is None or place.record == place.header.base_record:
-                    return None
-                if segment_id not in self._places or place.offset > begun.offset:
-                    file.sync()  # the writer may not have synced its last block: only durable records are returned
-                self._places = {number: old for number, old in self._places.items() if number >= segment_id - 1}
-                self._places[segment_id] = place
-            finally:
-                file.close()
+        with self._lock, closing(self.files.disk.open(self.files.segment(Tier.HOT, segment_id), write=False)) as file:
+            begun = place = self._begin(file, segment_id)
+            earlier = self._places.get(segment_id)
+            if earlier is not None and place is not None and earlier.header.crc64 == place.header.crc64:
+                begun = place = earlier  # otherwise the file was replaced: a standby was restored from a base
+            while place is not None:
+                _, following = _commits(file, place)
+                if following.offset == place.offset:
+                    break
+                place = following
+            if begun is None or place is None or place.record == place.header.base_record:
+                return None
+            if segment_id not in self._places or place.offset > begun.offset:
+                file.sync()  # the writer may not have synced its last block: only durable records are returned
+            self._places = {number: old for number, old in self._places.items() if number >= segment_id - 1}
+            self._places[segment_id] = place
         return SharedSegment(segment_id, place.header.base_record, place.record, place.offset, 0, 0)
 
     def _begin(self, file: File, segment_id: int) -> _Place | None:

@@ -5,7 +5,7 @@ its own ids are beyond it. A consumer positioned after the last record continues
 between the two was reached by reading records that are lost. Ids have no gaps inside a segment; a range begins with a new
 segment (P4).
 
-Threads: any (pure functions). Raises: `CursorLost`."""
+Threads: any (pure functions). Raises: `CursorLost`, `OutOfRange`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from quire.core.errors import CursorLost
+from quire.core.errors import CursorLost, OutOfRange
 from quire.core.timeline import Gap, Gaps, distance, gap_of_start, skip_gap, step, step_back
 
 
@@ -68,6 +68,18 @@ def begin_at(gaps: Gaps, start: int) -> int:
             first_record=gap.first,
         )
     return skip_gap(gaps, start)
+
+
+def begin_within(gaps: Gaps, start: int, first: int, end: int) -> int:
+    """Return the id at which reading from `start` begins in a stream that retains the records from `first` to before `end`;
+    raise `CursorLost` for one that is no longer retained, `OutOfRange` for one that does not exist yet."""
+    begin = begin_at(gaps, start)
+    if begin < first:
+        hint = f"the first one is {first}"
+        raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
+    if begin > end:
+        raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=begin, end=end)
+    return begin
 
 
 def count_records(gaps: Gaps, start: int, end: int) -> int:

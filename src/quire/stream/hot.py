@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import threading
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -91,6 +92,12 @@ class ActiveSegment:
     @property
     def segment_id(self) -> int:
         return self.header.segment_id
+
+    def end_of(self, durable: int) -> int:
+        """Return the file offset up to which blocks may be read if the records before `durable` are durable."""
+        # Blocks are durable in order, so the first one at or above the mark ends what may be read.
+        place = bisect_left(self.firsts, durable)
+        return self.offsets[place] if place < len(self.offsets) else self.offset
 
     def sealed(self) -> SegmentEnd:
         """Return the description of the segment if it ends now."""
@@ -488,7 +495,7 @@ class HotLog:
     def require(self) -> None:
         """Raise the error that has made the stream unusable, if any."""
         if (why := self.failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+            raise why.copied() from why.__cause__
 
     def _poison(self, error: BaseException) -> None:
         """Accept no more records until the stream is reopened. `DiskFull` becomes `StoreUnusable` here: the contents of the

@@ -9,6 +9,8 @@ Threads: any (functions without state). Raises: `ManifestIntegrityError`, and wh
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import msgspec
 
 from quire.core.clock import Clock
@@ -107,8 +109,7 @@ def _replay_from(files: LogFiles, fetch: Fetch | None, index: ManifestIndex, bas
 def local_facts(disk: Disk, files: LogFiles, index: int) -> ChunkFacts:
     """Return the facts of a local chunk, with one small read if its commit copy is valid."""
     path = files.chunk(index)
-    file = disk.open(path, write=False)
-    try:
+    with closing(disk.open(path, write=False)) as file:
         size = file.size()
         tail = file.read_at(CHUNK_BYTES + COPY_BYTES, max(size - CHUNK_BYTES - COPY_BYTES, 0))
         copy = decode_copy(tail)
@@ -116,14 +117,11 @@ def local_facts(disk: Disk, files: LogFiles, index: int) -> ChunkFacts:
             check_owner(copy.identity, files.identity, chunk=index, path=path)
             return copy
         return load_chunk(file.read_at(size, 0), chunk_index=index, path=path, owner=files.identity).facts
-    finally:
-        file.close()
 
 
 def mark_uploaded(files: LogFiles, index: int) -> None:
     """Set bit 1 of the header: the chunk's object is durable (S3)."""
-    file = files.disk.open(files.chunk(index))
-    try:
+    with closing(files.disk.open(files.chunk(index))) as file:
         size = file.size()
         chunk = load_chunk(file.read_at(size, 0), chunk_index=index, path=file.path, owner=files.identity)
         if not chunk.header.uploaded:
@@ -132,8 +130,6 @@ def mark_uploaded(files: LogFiles, index: int) -> None:
             write_header(file, size, facts)
             if header.sealed and size - COPY_BYTES - header.committed_len >= SHRINK_BYTES_MIN:
                 shrink(file, facts)  # it was sealed by a version that did not shrink sealed chunks
-    finally:
-        file.close()
 
 
 def restore_chunk(files: LogFiles, objects: LogObjects, index: int) -> None:

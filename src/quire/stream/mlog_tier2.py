@@ -135,22 +135,19 @@ class LogObjects(msgspec.Struct, frozen=True):
                 listing.snapshots[snapshot[1]] = info
         return listing
 
-    def _locate(self, own: str, listed: Callable[[LogListing], ObjectInfo | None]) -> str:
-        """Return the key of an object: below the current prefix, unless it exists only below an earlier one."""
-        if len(self.prefixes) == 1:
-            return own
-        info = listed(self.listing())
-        return own if info is None else info.key
+    def _find(self, own: str, listed: Callable[[LogListing], ObjectInfo | None]) -> tuple[str, int]:
+        """Return key and size of an object: below the current prefix, or where it is listed if it exists only below an earlier
+        one."""
+        try:
+            return own, self.store.head(own).size_bytes
+        except ObjectNotFound:
+            if len(self.prefixes) == 1 or (info := listed(self.listing())) is None or info.key == own:
+                raise
+            return info.key, self.store.head(info.key).size_bytes
 
     def _get(self, own: str, listed: Callable[[LogListing], ObjectInfo | None], limit: int) -> tuple[str, bytes]:
         """Return the key and bytes of an object. Its size is checked against `limit` first: bucket contents are not trusted."""
-        key = own
-        try:
-            size = self.store.head(own).size_bytes
-        except ObjectNotFound:
-            if (key := self._locate(own, listed)) == own:
-                raise
-            size = self.store.head(key).size_bytes
+        key, size = self._find(own, listed)
         if size > limit:
             raise damaged("an object of the log exceeds its maximum size", chunk=0, offset=0, key=key, size=size)
         return key, self.store.get(key)
@@ -168,45 +165,15 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     def get_chunk(self, index: int) -> Chunk | None:
         """Read and verify a chunk that has its own object; `None` if it has none."""
-
-        def read() -> Chunk:
-            key, data = self._get(self.chunk_key(index), lambda there: there.chunks.get(index), CHUNK_FILE_BYTES_MAX)
-            return load_chunk(data, chunk_index=index, path=key, owner=self.identity)
-
-        try:
-            return checked_read(read)
-        except ObjectNotFound:
-            return None
-
-    def facts(self, index: int) -> ChunkFacts:
-        """Return the facts of a chunk's object, with one small read."""
-        return checked_read(lambda: self._read_facts(index))
-
-    def _read_facts(self, index: int) -> ChunkFacts:
-        key = self.chunk_key(index)
-        try:
-            size = self.store.head(key).size_bytes
-        except ObjectNotFound:
-            own, key = key, self._locate(key, lambda there: there.chunks.get(index))
-            if key == own:
-                raise
-            size = self.store.head(key).size_bytes
-        length = min(size, CHUNK_BYTES + COPY_BYTES)
-        facts = decode_copy(self.store.get_range(key, size - length, length))
-        if facts is None or facts.header.committed_len + COPY_BYTES != size or facts.header.chunk_index != index:
-            raise damaged("the object's commit copy is damaged", chunk=index, offset=size - COPY_BYTES, key=key)
-        check_owner(facts.identity, self.identity, chunk=index, path=key)
-        return facts
+        return self._read_chunk(index)
 
     def get_bundle(self, first: int, last: int) -> Chunk | None:
         """Read and verify a bundle; `None` if it does not exist. Its records do not include its first one, the marker."""
+        return self._read_chunk(first, last)
 
+    def _read_chunk(self, first: int, last: int | None = None) -> Chunk | None:
         def read() -> Chunk:
-            key, data = self._get(
-                self.bundle_key(first, last),
-                lambda there: there.bundles.get((first, last)),
-                (last - first + 1) * CHUNK_FILE_BYTES_MAX,
-            )
+            key, data = self._chunk_data(first, last)
             return load_chunk(data, chunk_index=first, last_index=last, path=key, owner=self.identity)
 
         try:
@@ -214,19 +181,34 @@ class LogObjects(msgspec.Struct, frozen=True):
         except ObjectNotFound:
             return None
 
+    def _chunk_data(self, first: int, last: int | None) -> tuple[str, bytes]:
+        """Return key and bytes of the object of a chunk, or with `last` of a bundle."""
+        if last is None:
+            return self._get(self.chunk_key(first), lambda there: there.chunks.get(first), CHUNK_FILE_BYTES_MAX)
+        own, span = self.bundle_key(first, last), (first, last)
+        return self._get(own, lambda there: there.bundles.get(span), (last - first + 1) * CHUNK_FILE_BYTES_MAX)
+
+    def facts(self, index: int) -> ChunkFacts:
+        """Return the facts of a chunk's object, with one small read."""
+        return checked_read(lambda: self._read_facts(index))
+
+    def _read_facts(self, index: int) -> ChunkFacts:
+        key, size = self._find(self.chunk_key(index), lambda there: there.chunks.get(index))
+        length = min(size, CHUNK_BYTES + COPY_BYTES)
+        facts = decode_copy(self.store.get_range(key, size - length, length))
+        if facts is None or facts.header.committed_len + COPY_BYTES != size or facts.header.chunk_index != index:
+            raise damaged("the object's commit copy is damaged", chunk=index, offset=size - COPY_BYTES, key=key)
+        check_owner(facts.identity, self.identity, chunk=index, path=key)
+        return facts
+
     def check(self, first: int, last: int | None = None) -> None:
         """Read the object of a chunk, or with `last` of a bundle, and verify every byte including the header: readers fall back
         to the commit copy and would not notice the damage. An object that no longer exists is not an error."""
         checked_read(lambda: self._check(first, last))
 
     def _check(self, first: int, last: int | None) -> None:
-        own = self.chunk_key(first) if last is None else self.bundle_key(first, last)
         try:
-            key, data = self._get(
-                own,
-                lambda there: there.chunks.get(first) if last is None else there.bundles.get((first, last)),
-                ((last or first) - first + 1) * CHUNK_FILE_BYTES_MAX,
-            )
+            key, data = self._chunk_data(first, last)
         except ObjectNotFound:
             return
         load_chunk(data, chunk_index=first, last_index=last, path=key, owner=self.identity)

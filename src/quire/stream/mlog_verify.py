@@ -30,9 +30,10 @@ from typing import Any
 import msgspec
 
 from quire.core.clock import SystemClock
-from quire.core.errors import ManifestIntegrityError, ObjectNotFound, QuireError
+from quire.core.errors import ManifestIntegrityError, QuireError
 from quire.core.settings import ManifestLogSettings
 from quire.durable.files import read_all
+from quire.objects.api import exists
 from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
@@ -101,7 +102,7 @@ def inspect(files: LogFiles, objects: LogObjects | None = None, *, start_chunk: 
             row = _row(view, chunk.header.base_record + place, tier2)
             if objects is not None and view.record_type == RecordType.UPLOAD_DONE:
                 key = row.fields["key"]
-                if uploaded.get(view.segment_id) == key and not _is_there(objects, key):
+                if uploaded.get(view.segment_id) == key and not exists(objects.store, key):
                     row = msgspec.structs.replace(row, tier2="the segment's object is missing")
             yield row
 
@@ -127,14 +128,6 @@ def _uploaded(files: LogFiles, objects: LogObjects) -> dict[int, str | None]:
     except ManifestIntegrityError:
         return {}
     return {info.segment_id: info.key for info in index.segments() if 2 in info.tiers}
-
-
-def _is_there(objects: LogObjects, key: str) -> bool:
-    try:
-        objects.store.head(key)
-    except ObjectNotFound:
-        return False
-    return True
 
 
 def verify(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from quire.core.clock import Clock
 from quire.core.closing import AbandonedOnError
@@ -351,7 +351,7 @@ class ManifestLogWriter(AbandonedOnError):
 
     def _check(self) -> None:
         if self._trouble is not None:
-            raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
+            raise self._trouble.copied()
 
     def _guard(self, doing: str, step: Callable[[], None]) -> None:
         """Run a step whose failure leaves the contents of the disk unknown."""
@@ -390,12 +390,9 @@ def begin_log(files: LogFiles, clock: Clock) -> FileLock | NoopLock:
     lock = lock_log(files, clock)
     try:
         if here := files.chunks():
-            file = files.disk.open(files.chunk(here[-1]))
-            try:
+            with closing(files.disk.open(files.chunk(here[-1]))) as file:
                 file.sync()
                 drop_cached_pages(file)
-            finally:
-                file.close()
     except BaseException:
         lock.close()
         raise

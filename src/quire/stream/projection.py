@@ -11,6 +11,7 @@ Threads: any. Raises: what the manifest raises."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import Tier
@@ -220,11 +221,8 @@ class StreamProjection:
 
     def _warm(self, segment_id: int) -> tuple[int, int]:
         path = self._files.segment(Tier.WARM, segment_id)
-        file = self._files.disk.open(path, write=False)
-        try:
+        with closing(self._files.disk.open(path, write=False)) as file:
             return file.size(), dictionary_of(file.read_at(WARM_HEADER_BYTES, 0), path=path)
-        finally:
-            file.close()
 
 
 def witness_in(txn: ReadTxn, stream_id: int) -> Witness:

@@ -10,17 +10,16 @@ Threads: any; an iterator belongs to one. Raises: `CursorLost`, `OutOfRange`, `C
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed
+from quire.core.errors import Corruption, CursorLost, QuireError, StoreClosed
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
 from quire.core.timeline import Gaps, skip_gap
 from quire.stream.files import StreamFiles
-from quire.stream.gaps import begin_at
+from quire.stream.gaps import begin_at, begin_within
 from quire.stream.hot import HotLog
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import SegmentList, StreamSegment
@@ -78,7 +77,7 @@ class StreamReader:
 
     def _require(self) -> None:
         if (why := self.failure) is not None:
-            raise type(why)(why.what, hint=why.hint, **why.where)
+            raise why.copied()
 
     # ── bounds ────────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -163,12 +162,7 @@ class StreamReader:
     def _range(self, start: int | None, stop: int | None) -> tuple[int, int]:
         self._require()
         first, end = self.first_record, self._hot.durable
-        begin = first if start is None else begin_at(self.gaps, start)
-        if begin < first:
-            hint = f"the first one is {first}"
-            raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
-        if begin > end:
-            raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=begin, end=end)
+        begin = first if start is None else begin_within(self.gaps, start, first, end)
         return begin, min(end, end if stop is None else stop)
 
     def _spans(self, position: int, stop: int) -> Iterator[RecordSpan]:
@@ -255,11 +249,7 @@ class StreamReader:
         live, durable = self._hot.segment, self._hot.durable
         if live is None or live.segment_id != segment.segment_id:
             raise Lost(StoreClosed("the stream was closed", hint="open it again"))  # or the segment was just sealed
-        # Blocks are durable in order, so the first one at or above the mark ends what may be read. The writer only
-        # appends to the arrays.
-        place = bisect_left(live.firsts, durable)
-        end = live.offsets[place] if place < len(live.offsets) else live.offset
-        return Marks(live.firsts, live.offsets, live.stamps), end
+        return Marks(live.firsts, live.offsets, live.stamps), live.end_of(durable)
 
     def _marks(self, segment: StreamSegment, make: Callable[[], Marks]) -> Marks:
         key = (self._files.stream_id, segment.segment_id, "marks")

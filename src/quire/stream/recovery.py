@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -263,12 +264,10 @@ def _seal_open_segment(
         file = files.disk.open(path)
     except FileNotFoundError:
         raise Corruption("the file of the open segment is missing", hint=REPAIR, path=path) from None
-    try:
+    with closing(file):
         file.sync()  # no decision may rest on bytes that could still be lost
         drop_cached_pages(file)  # after a failed sync the page cache may have blocks that the disk does not
         raw = file.read_at(file.size(), 0)
-    finally:
-        file.close()
     blocks = scan(raw, durable_upto=segment.base_record, path=path)
     header = blocks.header
     if (header.stream_id, header.segment_id, header.base_record) != (files.stream_id, segment_id, segment.base_record):
@@ -323,11 +322,8 @@ def _trim(files: StreamFiles, segments: list[StreamSegment]) -> None:
     for segment in segments:
         path = files.segment(Tier.HOT, segment.segment_id)
         if segment.durable_bytes and files.disk.size(path) - segment.durable_bytes >= TRIM_BYTES_MIN:
-            file = files.disk.open(path)
-            try:
+            with closing(files.disk.open(path)) as file:
                 trim(file, segment.durable_bytes)
-            finally:
-                file.close()
 
 
 def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int) -> str | None:

@@ -12,7 +12,7 @@ Raises: `CursorLost` (never a silent gap), `Corruption`, `ObjectNotFound`, `Unav
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.core.cache import ByteCache
-from quire.core.errors import Corruption, CursorLost, InvalidInput, OutOfRange, QuireError
+from quire.core.errors import Corruption, CursorLost, InvalidInput, QuireError
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.core.timeline import Gap, Gaps, skip_gap
 from quire.durable.files import directories_id
 from quire.stream.files import StreamFiles
-from quire.stream.gaps import begin_at
+from quire.stream.gaps import begin_within
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import StreamSegment
 from quire.stream.sources import (
@@ -127,13 +127,8 @@ def share(
     With `upload`, every requested record is in an object when this returns.
     """
     first, end = stream.first_record, stream.end_record
-    begin = first if start is None else begin_at(stream.gaps, start)
+    begin = first if start is None else begin_within(stream.gaps, start, first, end)
     last = end if stop is None else min(stop, end)
-    if begin < first:
-        hint = f"the first one is {first}"
-        raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
-    if begin > end:
-        raise OutOfRange("this record does not exist yet", hint=f"the next one is {end}", start=begin, end=end)
     if upload and begin < last:
         _upload(stream, begin, last)
     shared: list[SharedSegment] = []
@@ -177,11 +172,9 @@ def _shared(stream: Stream, segment: StreamSegment, durable: int) -> SharedSegme
     live = stream.hot.segment
     if live is None or live.segment_id != segment.segment_id:  # just sealed: the next share has it
         return None
-    place = bisect_left(live.firsts, durable)
-    stored = live.offsets[place] if place < len(live.offsets) else live.offset
     if durable <= segment.base_record:
         return None
-    return SharedSegment(segment.segment_id, segment.base_record, durable, stored, 0, 0)
+    return SharedSegment(segment.segment_id, segment.base_record, durable, live.end_of(durable), 0, 0)
 
 
 # ── in other processes ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.core.errors import Corruption, FormatTooNew, ManifestIntegrityError, ObjectNotFound
+from quire.core.errors import Corruption, FormatTooNew, ManifestIntegrityError
 from quire.core.ids import ArtifactKind
 from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
@@ -30,7 +30,7 @@ from quire.durable.files import read_all, write_atomic
 from quire.durable.names import Tier, parse_object_key
 from quire.durable.quarantine import entries, move
 from quire.manifest.records import WalRecord
-from quire.objects.api import ObjectInfo, ObjectStore, list_objects
+from quire.objects.api import ObjectInfo, ObjectStore, exists, list_objects
 from quire.stream.files import LogFiles, StreamClock, StreamFiles
 from quire.stream.mlog_format import CHUNK_BYTES
 from quire.stream.mlog_index import ManifestIndex
@@ -330,7 +330,7 @@ class Repair:
 
     def _sealed(self, sealed: SegmentFacts, hot: Scan | None, warm: tuple[SegmentFacts, int] | None) -> SegmentFacts:
         """Return the facts of a segment that is sealed in the log or in LMDB, with the copies that exist."""
-        key = sealed.key if sealed.key and self._has_object(sealed.key) else None
+        key = sealed.key if sealed.key and exists(self._store, sealed.key) else None
         size, dictionary_id = (warm[0].warm_bytes, warm[0].dictionary_id) if warm is not None else (None, 0)
         # The log cannot represent a segment without a copy: it is recorded as hot, and reading it finds no file.
         is_hot = hot is not None or (key is None and warm is None)
@@ -410,13 +410,6 @@ class Repair:
             warm_bytes=len(data), dictionary_id=dictionary_of(data, path=path),
         )  # fmt: skip
         return warm, reader.end_record
-
-    def _has_object(self, key: str) -> bool:
-        try:
-            self._store.head(key)
-        except ObjectNotFound:
-            return False
-        return True
 
     # ── apply ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def apply(self, survey: StreamSurvey) -> None:

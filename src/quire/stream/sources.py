@@ -14,7 +14,7 @@ import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from quire.core.cache import ByteCache
@@ -147,10 +147,8 @@ def hot_source(files: StreamFiles, segment: Segment, end: int) -> Iterator[HotSo
     except FileNotFoundError as error:
         where = {"path": path, "segment": segment.segment_id}
         raise Lost(Corruption("a segment's file is missing", hint=VERIFY, **where)) from error
-    try:
+    with closing(file):
         yield HotSource(files, segment, file, end)
-    finally:
-        file.close()
 
 
 # ── tiers 1 and 2 ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,7 +222,7 @@ def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Ite
     except FileNotFoundError as error:
         where = {"path": path, "segment": segment.segment_id}
         raise Lost(Corruption("a compressed segment's file is missing", hint=VERIFY, **where)) from error
-    try:
+    with closing(file):
         try:
             reader = WarmReader(
                 lambda offset, size: file.read_at(size, offset), file.size(), path=path, raw_bytes=segment.durable_bytes
@@ -232,8 +230,6 @@ def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Ite
         except Corruption as error:
             raise Lost(error) from error
         yield WarmSource(files.stream_id, segment, reader, cache)
-    finally:
-        file.close()
 
 
 def remote_source(stream_id: int, segment: Segment, store: ObjectStore, cache: StreamCache, retry: Retry) -> WarmSource:

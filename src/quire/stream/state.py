@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from quire.core.clock import Clock
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCursor
 from quire.core.recent_keys import RecentKeys
 from quire.core.timeline import Gap
@@ -105,7 +106,7 @@ def load_state(files: StreamFiles) -> StoredState:
         stored = msgspec.json.decode(data, type=StoredState)
     except FileNotFoundError:
         return StoredState()
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corruption(f"a stream's state file cannot be read: {error}", hint=_HINT, path=path) from error
     before, digits, after = data.rpartition(stored.crc64.encode()) if stored.crc64 else (data, b"", b"")
     if stored.crc64 and digits != b"%016x" % crc64(before + after):
@@ -140,7 +141,7 @@ def load_mode(disk: Disk, root: str) -> Literal["off", "shadow", "on"] | None:
         return msgspec.json.decode(read_all(disk, path), type=_StoreWide).mode
     except FileNotFoundError:
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         hint = "remove it, then set the mode again with `quire manifest mode`"
         raise Corruption(f"the mode of manifest logs cannot be read: {error}", hint=hint, path=path) from error
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,6 +30,7 @@ from quire.core.background import Background, Task
 from quire.core.barrier import changes
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock
+from quire.core.closing import ClosedOnExit
 from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.core.limits import IDEMPOTENCY_KEY_BYTES
@@ -135,7 +136,7 @@ RETRY_SECONDS = 0.5
 """How long the keeper waits after a disk error."""
 
 
-class Stream:
+class Stream(ClosedOnExit):
     """An open stream, as `store.stream(name)` returns it."""
 
     def __init__(
@@ -533,12 +534,6 @@ class Stream:
         self._keeper = None
         self.hot.forked()
         self._reader.failure = self.hot.failure
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Later:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -273,11 +273,9 @@ class Tiers:
         path = self._files.segment(Tier.WARM, segment.segment_id)
         with _present(path, segment):
             file = self._files.disk.open(path, write=False)
-        try:
+        with closing(file):
             size = file.size()
             footer = file.read_at(FOOTER_BYTES, size - FOOTER_BYTES)
-        finally:
-            file.close()
 
         def same(existing: ExistingObject) -> bool:
             # The footer has the checksums of the table and of the segment; the table has those of all frames.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -90,11 +91,8 @@ def segment_extent(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFi
     path = files.segment(tier, segment_id)
     try:
         if tier is Tier.WARM:
-            file = files.disk.open(path, write=False)
-            try:
+            with closing(files.disk.open(path, write=False)) as file:
                 whose, base, end = header_fields(lambda offset, size: file.read_at(size, offset), file.size(), path)
-            finally:
-                file.close()
         else:
             blocks = scan(read_all(files.disk, path), path=path)
             whose = (blocks.header.stream_id, blocks.header.segment_id)

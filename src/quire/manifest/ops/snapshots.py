@@ -347,12 +347,7 @@ class ForkDb(Op, frozen=True, tag=52):
 
     def _fork_point(self, tables: Overlay, source: DbRecord) -> SnapshotRecord:
         if self.snapshot_id:
-            record = tables.snapshot_index.get(t.SNAPSHOT_INDEX.key.pack(self.source_db_id, self.snapshot_id))
-            if record is None:
-                raise UnknownSnapshot(
-                    "the database has no snapshot with this id", db_id=self.source_db_id, snapshot_id=self.snapshot_id
-                )
-            return record
+            return _snapshot(tables, self.source_db_id, self.snapshot_id)[1]
         _, wal = wal_state_of(tables, self.source_db_id, 0)
         refuse_overtaken(wal, self.source_db_id, self.anchor_lsn)
         return SnapshotRecord(

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core.decoding import UNDECODABLE
 from quire.core.errors import InvalidInput
 from quire.service.sql.wire_values import WireValue, encode_rows
 from quire.sqlite.statements import SqlValue, StatementFailed
@@ -449,7 +450,7 @@ _message = msgspec.json.Decoder(ClientMessage)
 def _read(decoder: msgspec.json.Decoder[Any], body: bytes | str) -> Any:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise InvalidInput(f"the request cannot be read: {error}", hint="see the Hrana specification") from None
 
 
