@@ -94,6 +94,7 @@ class RandomStream:
     def reopen(self, *, crashed: bool = False) -> None:
         if crashed:
             self.stream.abandon()
+            self.store.manifest.jobs.recover()  # as at an opening: a dead process has left its lease behind
             self.stream = self.store.stream("clicks")
             return
         self.store.close()

@@ -137,6 +137,21 @@ def test_endless_work_fails_the_attempt_instead_of_looping(local_store: JobStore
     assert StillReferenced.__name__ in job.record.error
 
 
+def test_a_call_runs_the_job_of_a_dead_worker_when_its_lease_expires(local_store: JobStore) -> None:
+    """Hazard: only maintenance ended expired leases; while it was off, the call waited for ever."""
+    job_id = enqueue(local_store)
+    assert local_store.manifest.jobs.claim_job(job_id, "a machine that is gone", lease_seconds=30) is not None
+    worker = worker_with(local_store, complete_at_once)
+    call = threading.Thread(target=worker.run_or_wait, args=(job_id,), daemon=True)
+    call.start()
+    call.join(0.3)
+    assert state(local_store, job_id) is JobState.IN_FLIGHT, "the lease still counts"
+    local_store.clock.advance(31)
+    call.join(60)
+    assert not call.is_alive()
+    assert state(local_store, job_id) is JobState.SUCCEEDED
+
+
 def test_ctrl_c_in_a_drain_puts_the_job_back(local_store: JobStore) -> None:
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         raise KeyboardInterrupt

@@ -168,6 +168,9 @@ class Worker:
         jobs = self._ctx.manifest.jobs
         if not self.run(job_id):
             while jobs.get(job_id).state is JobState.IN_FLIGHT:
+                # Not left to maintenance, which may be off: the worker may be dead, and this wait would never end.
+                if jobs.expire() and self.run(job_id):
+                    break
                 time.sleep(LOOK_SECONDS)
         return jobs.get(job_id)
 
