@@ -329,7 +329,7 @@ class BatchMaker:
             soft_drop = SoftDropSnapshot(chosen[0], chosen[1], self.rng.randint(0, 1 << 41))
             return [soft_drop] if self._chance(2) else [UndropSnapshot(chosen[0], chosen[1], name)]
         if chosen and self._chance(4):
-            return [DropSnapshot(*chosen, self.rng.choice((0, 1)))]
+            return [DropSnapshot(chosen[0], chosen[1], self.rng.choice((0, 1)))]
         return [DropSnapshot(*chosen)] if chosen and not self._chance(10) else [DropSnapshot(self._db(txn), 1)]
 
     def fork(self, txn: ReadTxn) -> list[Op]:

@@ -189,7 +189,7 @@ def damage_open(store: Store, db_id: int, table: t.Table[Any] = t.DB) -> None:
     with env.begin_write() as txn:
         with txn.cursor(db=env.handles[table.name]) as cursor:
             assert cursor.set_range(first)
-            key, raw = cursor.item()
+            key, raw = map(bytes, cursor.item())
         assert key.startswith(first)
         txn.put(key, raw[:-1] + bytes([raw[-1] ^ 1]), db=env.handles[table.name])
 

@@ -178,10 +178,10 @@ def follow(
         if once:
             follower.look()
         else:
-            with until_interrupted() as stop:
+            with until_interrupted() as interrupted:
                 if sys.stderr.isatty():
                     sys.stderr.write(visible(f"following {file} as {follower.name}; Ctrl-C stops it") + "\n")
-                follower.run(stop, interval)
+                follower.run(interrupted, interval)
     data = {"name": follower.name, "path": follower.path, **plain(follower.done)}
     return Note(text=followed_text(follower.done, file, follower.name), data=data)
 
