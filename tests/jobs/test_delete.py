@@ -10,6 +10,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.durable.names import object_key
 from quire.jobs.delete import job as delete_module
+from quire.jobs.delete.job import DELAY_SECONDS_MAX
 from quire.jobs.handler import update
 from quire.jobs.residency import request_evict, request_upload
 from quire.manifest import tables as t
@@ -115,6 +116,26 @@ def test_purge_after_is_honoured(local_store: JobStore) -> None:
     local_store.clock.advance(6)
     local_store.upkeep.run_once()
     assert local_store.row(key) is None
+    local_store.assert_settled()
+
+
+def test_an_artifact_that_is_kept_for_long_does_not_delay_others(local_store: JobStore) -> None:
+    """Hazard: the job slept until the kept one was due, and was the database's only delete job: nothing else was deleted."""
+    db_id = local_store.database()
+    kept, other = local_store.chunks(db_id, 1, 2)
+    year_ms = 365 * 86_400_000
+    local_store.manifest.submit([update(kept, purge_after_ms=local_store.clock.now_ms() + year_ms)]).result()
+    local_store.chunks(db_id, 1)
+    local_store.upkeep.run_once()
+    local_store.chunks(db_id, 2)
+    local_store.clock.advance(max(GRACE_SECONDS, DELAY_SECONDS_MAX) + 1)
+    local_store.upkeep.run_once()
+    assert local_store.row(other) is None
+    assert local_store.file(kept) == local_store.bodies[kept]
+    local_store.manifest.submit([update(kept, purge_after_ms=0)]).result()
+    local_store.clock.advance(DELAY_SECONDS_MAX)
+    local_store.upkeep.run_once()
+    assert local_store.row(kept) is None
     local_store.assert_settled()
 
 

@@ -59,12 +59,16 @@ from quire.store.why_files import (
     number,
     own_name,
     quoted,
+    size_of,
     snapshot_holder,
     stray_hint,
     title,
     with_purpose,
 )
 from quire.store.why_pages import FORKS_MAX, ReaderLookup, explain_page
+
+KIND_NAMES = {ArtifactKind.WAL: "segment", ArtifactKind.BASE: "base", ArtifactKind.DELTA: "delta"}
+"""Kinds of artifacts as explanations name them."""
 
 
 def readers_at(root: str) -> ReaderLookup:
@@ -93,6 +97,8 @@ def why(
             return page
 
     within = asked.removeprefix(f"{names.OBJECTS}/")
+    if (retired := _retired(txn, within, size_lookup)) is not None:
+        return retired
     explanation = explain_file(txn, asked, size_lookup) or explain_object(txn, within, size_lookup)
     if explanation is not None:
         return explanation
@@ -256,19 +262,61 @@ def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, reader_lookup: ReaderL
     holders = [*(_of_segment(txn, key, asked, reader_lookup) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
     holders += [_job(number, job) for number, job in _jobs_about(txn, key)]
     if counts is not None and not (counts.in_use or counts.pending_upload):
-        holders.append(Holder("time", "grace", "nothing refers to it any more", "the next `quire gc`, or maintenance"))
+        holders += _kept_at_zero(txn, key, row)
+        after = "then " if holders else ""
+        release = f"{after}the next `quire gc`, or maintenance"
+        holders.append(Holder("time", "grace", "nothing refers to it any more", release))
     elif counts is not None and not holders:
         what = f"{counts.in_use + counts.pending_upload} references are counted that no row holds"
         holders.append(Holder("database", name_of(txn, key.origin_db_id), what, "quire manifest check --repair"))
-    kind = {ArtifactKind.WAL: "segment", ArtifactKind.BASE: "base", ArtifactKind.DELTA: "delta"}[key.kind]
     return Explanation(
         names.object_key(key),
-        kind,
+        KIND_NAMES[key.kind],
         _state(key, row),
         artifact_bytes(row),
         0 if counts is None else counts.in_use + counts.pending_upload,
         tuple(holders),
     )
+
+
+def _kept_at_zero(txn: ReadTxn, key: ArtifactKey, row: Any) -> Iterator[Holder]:
+    """Yield what keeps an artifact that nothing refers to (`jobs/delete`): a time that a user named, and versions of its
+    database, and of forks of it, that were lent while something still referred to it."""
+    if until_ms := getattr(row, "purge_after_ms", 0):
+        release = f"then, or quire gc --keep {names.object_key(key)} --until 0"
+        yield Holder("time", "keep", f"is kept until {moment(until_ms)} (quire gc --keep)", release)
+    zero = txn.get(t.GC_ZERO, key.origin_db_id, int(key.kind), key.id, key.generation, key.delta_id)
+    if zero is None:
+        return
+    for (db_id, reader_id), reader in txn.scan(t.SNAPSHOT_READERS):
+        if is_view(reader) and reader.opened_at_ms <= zero.value and key.origin_db_id in _lineage(txn, db_id):
+            what = f"is a query (Spark, for instance) of {name_of(txn, db_id)} that may need it"
+            yield Holder("reader", str(reader_id), what, "some minutes after its last read")
+
+
+def _lineage(txn: ReadTxn, db_id: int) -> Iterator[int]:
+    """Yield a database, and those that it was forked from."""
+    while db_id:
+        yield db_id
+        record = txn.database(db_id)
+        db_id = record.parent_db_id if record is not None else 0
+
+
+def _retired(txn: ReadTxn, name: str, size_lookup: SizeLookup | None) -> Explanation | None:
+    """Explain an object that the store does not need any more, and that archived moments or clones do. Return `None` for any
+    other object."""
+    urls = {"", *(row.url for _, row in txn.scan(t.REMOTE_NAMESPACE))}
+    rows = (txn.get(t.RETIRED, t.retired_digest(url, name)) for url in sorted(urls))
+    row = next((row for row in rows if row is not None), None)
+    if row is None:
+        return None
+    key = names.parse_object_key(own_name(txn, name))
+    state = f"retired {moment(row.since_ms)}"
+    what = "was there when they were made: archived moments of the window, or clones, read it"
+    release = "when no moment of the window and no clone needs it (archive.retain_seconds), by maintenance"
+    holder = Holder("time", "archive", what, release)
+    size = 0 if row.url else size_of(name, size_lookup)
+    return Explanation(name, KIND_NAMES[key.kind] if key is not None else "file", state, size, 0, (holder,))
 
 
 def _unknown(txn: ReadTxn, key: ArtifactKey, asked: str) -> UnknownArtifact:

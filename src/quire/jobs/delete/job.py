@@ -53,6 +53,9 @@ from quire.manifest.slots import artifacts, unpack_leaf
 from quire.manifest.verification import shares_bytes
 from quire.objects.collector import Collector
 
+DELAY_SECONDS_MAX = 3_600.0
+"""How long the job is deferred at most while artifacts are too young, lent, or kept until a time."""
+
 OTHER_JOBS_MS = 60_000
 """How long the job is deferred while other jobs of a dropped database are outstanding."""
 
@@ -72,7 +75,8 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         if plan.empty:
             trouble.settle()
             if plan.due_at_ms:
-                return Deferred(plan.due_at_ms)
+                # It is the only delete job of the database: what reaches zero meanwhile may be due before this.
+                return Deferred(min(plan.due_at_ms, ctx.clock.now_ms() + int(DELAY_SECONDS_MAX * 1000)))
             if bare and busy:
                 return Deferred(ctx.clock.now_ms() + OTHER_JOBS_MS)
             result = {"artifacts": artifacts, "freed_bytes": freed}
