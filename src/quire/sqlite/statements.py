@@ -232,6 +232,8 @@ class StatementRunner:
         self._value_limit = value_bytes
         self._abandoned_error: StatementFailed | None = None
         """Why the transaction is gone; raised once, by the next statement."""
+        self._counts_from_reset = False
+        """Whether SQL's `changes()` and `total_changes()` are those of this object."""
 
     def run(
         self, sql: str, bindings: Sequence[SqlValue] | Mapping[str, SqlValue] = (), *, is_examined: bool = False
@@ -364,6 +366,21 @@ class StatementRunner:
         self.rollback()
         self._abandoned_error = None
         self.connection.set_last_insert_rowid(0)
+        if self.total_changes():
+            self._reset_changes()
+
+    def _reset_changes(self) -> None:
+        """Count changes from 0. SQLite cannot reset its counters, so those of the programs before are deducted."""
+        changes, total_changes = self.connection.changes, self.connection.total_changes
+        before = total_changes()
+        self.total_changes = lambda: total_changes() - before
+        # Until the total rises, SQLite's number is that of a program before, or 0.
+        self.changes = lambda: changes() if total_changes() != before else 0
+        if not self._counts_from_reset:  # once: each time, SQLite compiles all cached statements again
+            # Innocuous, as SQLite's own functions are: views and triggers may call them.
+            for name, count in (("changes", lambda: self.changes()), ("total_changes", lambda: self.total_changes())):
+                self.connection.create_scalar_function(name, count, 0, flags=apsw.SQLITE_INNOCUOUS)
+            self._counts_from_reset = True
 
     def release(self) -> None:
         """Free the memory of cached pages that no statement needs."""

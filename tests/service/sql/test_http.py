@@ -431,6 +431,11 @@ def test_one_shots_leave_no_connection_state_behind(hrana: HranaClient) -> None:
     assert hrana.once("insert into x values (1)")["error"]["code"] == "SQLITE_ERROR"
     result = hrana.once("update t set a = 5")
     assert result["response"]["result"]["last_insert_rowid"] == "0"
+    hrana.once("insert into t values (2), (3)")
+    hrana.once("delete from t where changes() <> 0 or total_changes() <> 0")
+    hrana.once("delete from t where a <> changes() + total_changes() and a = 2 and changes() = 0")
+    assert hrana.rows("select a from t") == [(3,)]
+    hrana.once("delete from t")
     assert hrana.rows("select * from t") == []
 
 

@@ -279,6 +279,38 @@ def test_a_reused_connection_keeps_no_state_of_its_previous_user(pool: Connectio
     assert pool.opened == 1
 
 
+def test_a_reused_connection_counts_changes_from_zero(pool: ConnectionPool) -> None:
+    counts = "select changes(), total_changes()"
+    for number in range(3):
+        with session_of(pool, TARGET) as session:
+            assert (session.runner.changes(), session.runner.total_changes()) == (0, 0)
+            assert rows(session, counts) == [[{"type": "integer", "value": "0"}] * 2]
+            run(session, f"insert into t(a) values ({2 * number}), ({2 * number + 1})")
+            assert (session.runner.changes(), session.runner.total_changes()) == (2, 2)
+            run(session, f"delete from t where a = {2 * number}")
+            assert rows(session, counts) == [[{"type": "integer", "value": "1"}, {"type": "integer", "value": "3"}]]
+            run(session, "delete from t where a = -1")
+            assert rows(session, counts) == [[{"type": "integer", "value": "0"}, {"type": "integer", "value": "3"}]]
+    assert pool.opened == 1
+
+
+def test_a_trigger_reads_the_changes_of_its_own_statements_on_a_reused_connection(pool: ConnectionPool) -> None:
+    with session_of(pool, TARGET) as first:
+        run(first, "create table log(n)")
+        run(
+            first,
+            "create trigger count_rows after insert on t begin "
+            "delete from t where a = new.a; insert into log values (changes()); end",
+        )
+        run(first, "insert into t(a) values (7), (8)")
+        before = rows(first, "select n from log")
+        run(first, "delete from log")
+    with session_of(pool, TARGET) as second:
+        assert second.runner is first.runner
+        run(second, "insert into t(a) values (7), (8)")
+        assert rows(second, "select n from log") == before
+
+
 @pytest.mark.parametrize("sql", ["create temp table x(a)", "pragma foreign_keys = 1", "pragma case_sensitive_like = 1"])
 def test_a_connection_with_leftover_state_is_closed(pool: ConnectionPool, sql: str) -> None:
     with session_of(pool, TARGET) as first:
