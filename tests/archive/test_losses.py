@@ -24,7 +24,7 @@ SEEDS = 6
 POINT_SEEDS = 40
 """How many seeds may be needed for a life to die at a failpoint; most need one or two."""
 SOURCES = Path(quire.__file__).parent
-HIT = re.compile(r'\bhit\(f?"(archive\.[^"]+)"\)')
+HIT = re.compile(r'\bhit\(f?"((?:archive|standby)\.[^"]+)"\)')
 FIRST = {f"archive.abandoned.{step}": (UNNAMED_BASE,) for step in ("before", "objects", "logs")}
 """Where lives must die to make a failpoint reachable: an epoch is abandoned if its owner dies before its first base."""
 _patch = pytest.MonkeyPatch()
@@ -36,7 +36,7 @@ def test_a_short_run_finds_nothing() -> None:
     assert run.deaths == ("archive.log.put", "archive.log.put")  # one killed, one without power
 
 
-def test_the_simulation_knows_every_failpoint_of_the_archive() -> None:
+def test_the_simulation_knows_every_failpoint_of_the_archive_and_of_standbys() -> None:
     """A new failpoint must be added to the simulation, where the test below requires that lives die at it."""
     assert sorted(POINTS) == sorted(
         {point for path in SOURCES.rglob("*.py") for point in HIT.findall(path.read_text())}
@@ -49,7 +49,8 @@ def test_the_simulation_knows_every_failpoint_of_the_archive() -> None:
 def test_lives_die_at_every_failpoint_and_nothing_is_found(point: str) -> None:
     deaths: list[str] = []
     for seed in range(POINT_SEEDS):
-        deaths += simulate_losses(seed, points=(point, *FIRST.get(point, ()))).deaths
+        run = simulate_losses(seed, points=(point, *FIRST.get(point, ())), standbys=1.0)
+        deaths += run.deaths + run.standby_deaths
         if point in deaths:
             return
     pytest.fail(f"no life died at {point}")

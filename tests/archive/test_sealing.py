@@ -26,7 +26,8 @@ from quire.durable.files import OsDisk
 from quire.objects.api import DeletableStore
 from quire.objects.open import open_store
 from quire.store.layout import DirectoryState, directory_state
-from tests.archive.archived_store import WAIT, ArchivedStore, contents, fill, kill, until
+from quire.testing.clock import ManualClock
+from tests.archive.archived_store import WAIT, ArchivedStore, archived_store, contents, fill, kill, until
 
 
 def owner(tmp_path: Path) -> quire.Store:
@@ -55,6 +56,32 @@ def test_a_takeover_includes_what_was_archived_while_it_was_reading(tmp_path: Pa
     with pytest.raises(quire.QuireError):
         put_and_wait(store, b"after")
     store.close()
+
+
+@pytest.mark.parametrize("read", ["base", "log"])
+def test_a_takeover_whose_log_is_trimmed_while_it_is_reading_begins_again(tmp_path: Path, read: str) -> None:
+    """Hazard: a takeover ended with `ObjectNotFound` if the owner had meanwhile removed objects that it was about to read, or
+    the last one that it knew of."""
+    clock = ManualClock()
+    with archived_store(tmp_path, clock=clock, retain_seconds=60.0, base_seconds=3_600.0) as archived:
+        for start in (0, 100, 200, 300):  # more objects than are read ahead
+            fill(archived.store, start)
+            archived.wait_archived()
+        expected: list[dict[str, Any]] = []
+
+        def trim(step: str, done: int, total: int) -> None:
+            if step == read and done == total and not expected:
+                fill(archived.store, 400)
+                archived.archiver.base()
+                clock.advance(120)
+                archived.store._parts.window.look(now=True)
+                expected.append(contents(archived.store))
+
+        archived.restore("successor", takeover=True, progress=trim)
+        with archived.open(tmp_path / "successor") as successor:
+            assert contents(successor) == expected[0]
+        with suppress(StoreFenced):
+            archived.store.close()
 
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["continuous before", "broken before"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
+import quire
 from quire.archive.format import NO_DIGEST, Kind
 from quire.archive.sealing import seal
 from quire.archive.state_files import StandbyPhase, StandbyState, read_standby_state
@@ -19,7 +19,7 @@ from quire.durable.files import OsDisk
 from quire.objects.open import open_store
 from quire.store.standby import REPLACED, STAGED, Standby, promote
 from quire.testing.clock import ManualClock
-from tests.archive.archived_store import archived_store, contents, fill, kill
+from tests.archive.archived_store import ArchivedStore, archived_store, contents, fill, kill, quiet
 from tests.store.test_standby import change_and_wait, contents_after_promotion, follow, polled
 
 
@@ -101,6 +101,22 @@ def test_a_trimmed_log_is_followed_from_its_base(tmp_path: Path) -> None:
             assert standby.status.position > state.position
 
 
+class Trimming:
+    """An owner that, at a failpoint of a standby, changes something, puts a base, and removes the log before it."""
+
+    def __init__(self, archived: ArchivedStore, clock: ManualClock) -> None:
+        self.archived, self.clock = archived, clock
+        self.is_done = False
+
+    def __call__(self, _: str) -> None:
+        if not self.is_done:
+            self.is_done = True
+            fill(self.archived.store, 20)
+            self.archived.archiver.base()
+            self.clock.advance(120)
+            self.archived.store._parts.window.look(now=True)
+
+
 def test_a_rebuild_whose_base_is_trimmed_begins_again_from_the_next(tmp_path: Path) -> None:
     """Hazard: when the owner trimmed the base that a standby was reading, the standby ended with `ObjectNotFound`, as if the
     archive were damaged."""
@@ -108,27 +124,51 @@ def test_a_rebuild_whose_base_is_trimmed_begins_again_from_the_next(tmp_path: Pa
     with archived_store(tmp_path, clock=clock, retain_seconds=60.0, base_seconds=3_600.0) as archived:
         fill(archived.store, 0)
         archived.wait_archived()
-
-        def trim(_: str) -> None:
-            fill(archived.store, 20)
-            archived.archiver.base()
-            clock.advance(120)
-            archived.store._parts.window.look(now=True)
-
-        with armed("standby.emptied", call_once(trim)):
+        with armed("standby.emptied", Trimming(archived, clock)):
             polled(archived)
         assert contents_after_promotion(archived) == contents(archived.store)
 
 
-def call_once(act: Callable[[str], None]) -> Callable[[str], None]:
-    calls: list[str] = []
+def test_a_promotion_is_completed_although_the_log_is_trimmed_meanwhile(tmp_path: Path) -> None:
+    """Hazard: if the owner removed the object that the standby had applied last before its log was sealed, the promotion, and
+    each that followed, ended with `ObjectNotFound`."""
+    clock = ManualClock()
+    with archived_store(tmp_path, clock=clock, retain_seconds=60.0, base_seconds=3_600.0) as archived:
+        fill(archived.store, 0)
+        polled(archived)
+        trimming = Trimming(archived, clock)
+        with armed("standby.promoting", trimming):
+            promote(tmp_path / "standby")
+        assert trimming.is_done
+        with quire.open(tmp_path / "standby", settings=quiet()) as store:
+            assert store.manifest.check() == []
+            assert contents(store) == contents(archived.store)
+        with suppress(StoreFenced):
+            archived.store.close()
 
-    def hit(point: str) -> None:
-        calls.append(point)
-        if len(calls) == 1:
-            act(point)
 
-    return hit
+def test_a_promotion_is_completed_although_the_last_applied_object_is_damaged_meanwhile(tmp_path: Path) -> None:
+    """Hazard: the promotion, and each that followed, ended with `Corruption`, although the standby had that object and could
+    apply all later ones."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        polled(archived)
+        state = read_standby_state(OsDisk(), str(tmp_path / "standby"))
+        assert state is not None
+        applied = archived.log_path(state.position)
+
+        def damage(_: str) -> None:
+            fill(archived.store, 20)
+            archived.wait_archived()
+            applied.write_bytes(b"!" + applied.read_bytes()[1:])
+
+        with armed("standby.promoting", damage):
+            promote(tmp_path / "standby")
+        with quire.open(tmp_path / "standby", settings=quiet()) as store:
+            assert store.manifest.check() == []
+            assert contents(store) == contents(archived.store)
+        with suppress(StoreFenced):
+            archived.store.close()
 
 
 def test_a_standby_that_has_lost_files_begins_again_from_a_base(tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ class Replay(ClosedOnExit):
             if (file := self._open.get(number)) is not None:
                 file.sync()
         self._dirty.clear()
+        hit("archive.replay.synced")
         # A restore syncs its directories once, in `settle`: until then its directory is refused as incomplete.
         if self._kept is not None:
             for folder in sorted(self._folders):

@@ -38,7 +38,7 @@ from quire.archive.state_files import Origin, write_origin
 from quire.archive.store_choice import choose_store
 from quire.archive.window import point_at
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import Corruption, InvalidInput
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
 from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.core.time_parsing import requested_moment
@@ -130,7 +130,12 @@ def restore(
             raise InvalidInput("a restored backup is a separate store", hint="restore it without --takeover", url=url)
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
-            digest, count, size = replay_point(bucket, point, replay, progress)
+            try:
+                digest, count, size = replay_point(bucket, point, replay, progress)
+            except ObjectNotFound:  # trimmed meanwhile, if there is a newer base
+                if at_ms is None and epoch is None and point_at(bucket, point.store_id).base != point.base:
+                    raise _NewerBase from None
+                raise
             given_up: Position | None = None
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
@@ -153,10 +158,10 @@ def restore(
             discard = given_up == newest_missing_position(bucket, point.store_id, point.position)
             open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=discard).close()
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
-    except _NewerBase:  # the log is sealed now, so this does not happen again
+    except _NewerBase:  # once the log is sealed, this does not happen again
         _empty(disk, root)
         return restore(
-            url, root, store_id=store_id, options=options, takeover=True, disk=disk, clock=clock, progress=progress
+            url, root, store_id=store_id, options=options, takeover=takeover, disk=disk, clock=clock, progress=progress
         )
     finally:
         bucket.close()
@@ -240,7 +245,10 @@ def _seal(
         seal(bucket, point.store_id, epoch, successor, now_ms)
         _refuse_newer_base(bucket, point.store_id, point.position)
         return point, digest
-    known = (header_of(bucket, point.store_id, point.position), digest)
+    try:
+        known = (header_of(bucket, point.store_id, point.position), digest)
+    except ObjectNotFound:
+        raise _NewerBase from None  # the owner has put one before it removed this object
 
     applied, chain = [(point.position, digest)], [True]
 

@@ -569,7 +569,7 @@ class Standby:
             if chain[0]:
                 self._apply(header, digest, events)
 
-        known = (header_of(self._bucket, state.store_id, state.position), state.digest) if chain[0] else None
+        known = self._known() if chain[0] else None
         former, now_ms = state.position.epoch, self._clock.now_ms()
         try:
             seal_later(self._bucket, state.store_id, former, epoch, now_ms)
@@ -581,7 +581,10 @@ class Standby:
         except StoreFenced:
             self._give_up()
             raise
-        try:  # the owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what is in it
+        try:
+            while chain[0] and known is None and self._apply_next():
+                pass
+            # The owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what is in it.
             self._rebuild_if_newer()
         except Corruption as error:  # given up as well
             emit("error", "standby.log_damaged", path=self.path, error=str(error))
@@ -590,6 +593,13 @@ class Standby:
         self._close_replay()
         self._save(replace(self._state, phase=StandbyPhase.SEALED))
         hit("standby.sealed")
+
+    def _known(self) -> tuple[Header, bytes] | None:
+        """Return the last object that was applied, for `seal`; `None` if it was damaged meanwhile, or trimmed."""
+        try:
+            return header_of(self._bucket, self._state.store_id, self._state.position), self._state.digest
+        except (ObjectNotFound, Corruption):
+            return None
 
     def _take_over(self) -> None:
         state = self._state

@@ -1,11 +1,13 @@
-"""How a simulated owner of an archived store dies: at one hit of one failpoint of the archive, drawn from the seed.
+"""How a simulated owner of an archived store, or its standby, dies: at one hit of one failpoint of the archive, drawn from the
+seed.
 
 Terms
   death   the failpoint, which of its hits, and how: the process is killed, or the machine loses power
 
 The process is killed with SIGKILL by the thread that reaches the point, while all other threads are where they are. For a loss
 of power, that thread first cuts the power of the disk and writes beside the directory what could be left of it (`CrashDisk`),
-with a commit of LMDB's either whole or not begun.
+with a commit of LMDB's either whole or not begun. Of a standby, LMDB's files are taken when the process has ended
+(`take_what_is_left`).
 
 Threads: `Death.hit` runs in whichever thread reaches a failpoint.
 """
@@ -17,16 +19,19 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from quire.durable.files import Disk, DiskLayer, File, OsDisk
 from quire.durable.names import MANIFEST
+from quire.store.standby import STAGED
 from quire.store.store import Store
 from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, keep_all
 from quire.testing.faults import FaultyDisk
 
 RESTORE_POINTS = (
+    "archive.replay.synced",
     "archive.replay.files",
     "archive.replay.rows",
     "archive.replay.replaced",
@@ -64,15 +69,41 @@ OWNER_POINTS = (
 )
 """Reached while the store is in use."""
 
-POINTS = (*RESTORE_POINTS, *OWNER_POINTS)
-"""Every failpoint of the archive; a test compares this with the sources."""
+FOLLOW_POINTS = (
+    "standby.emptied",
+    "standby.staged",
+    "standby.swapping",
+    "standby.part_swapped",
+    "standby.files_swapped",
+    "standby.rows_swapped",
+    "standby.swapped",
+    "standby.applied",
+    "standby.noted",
+)
+"""Reached while a standby follows. It also reaches those of a replay."""
+
+PROMOTION_POINTS = (
+    "standby.promoting",
+    "standby.claimed",
+    "standby.sealed",
+    "standby.named",
+    "standby.taken_over",
+    "standby.opened",
+)
+"""Reached while a standby is promoted. It also reaches those of a seal, and those of a standby that follows."""
+
+POINTS = (*RESTORE_POINTS, *OWNER_POINTS, *FOLLOW_POINTS, *PROMOTION_POINTS)
+"""Every failpoint of the archive and of standbys; a test compares this with the sources."""
+
+CLAIM_POINTS = tuple(f"objects.ownership.{step}" for step in ("recorded", "created", "epoch_begun", "confirmed"))
+"""Reached while a promotion claims its owner epoch."""
 
 UNNAMED_BASE = "archive.log.put"
 """An owner that dies here in its first base has a log, but no base: nothing of its epoch can be restored."""
 PROBABILITY = 0.7
 """Of a life to die at a failpoint, if it reaches that."""
-FREQUENT = ("archive.cut.", "archive.log.", "archive.replay.")
-"""Beginnings of the names of points that every life reaches many times."""
+FREQUENT = ("archive.cut.", "archive.log.", "archive.replay.", "standby.applied", "standby.noted")
+"""Beginnings of the names of points that lives reach many times."""
 HITS, FREQUENT_HITS = (1, 1, 1, 2, 3), (1, 2, 5, 10, 25, 60)
 
 
@@ -88,9 +119,9 @@ class Fate:
         return f"{'power lost' if self.by_power_loss else 'killed'} at hit {self.hits} of {self.point}"
 
 
-def draw_fate(draw: random.Random, points: Collection[str], *, is_lost: bool) -> Fate | None:
-    """Draw how a life dies, or that it does not. `is_lost`: it begins with a restore."""
-    groups = [RESTORE_POINTS, OWNER_POINTS] if is_lost else [OWNER_POINTS]
+def draw_fate(draw: random.Random, points: Collection[str], groups: Sequence[tuple[str, ...]]) -> Fate | None:
+    """Draw at which of the `points` a life dies, or that it does not. It reaches those of the groups, which are equally
+    likely."""
     candidates = [[point for point in group if point in points] for group in groups]
     candidates = [group for group in candidates if group]
     if not candidates or draw.random() >= PROBABILITY:
@@ -108,7 +139,7 @@ class Death:
         self._hits = 0
         self._lock = threading.Lock()
         self._choose = draw_chooser(draw)
-        self._machine: tuple[FaultyDisk, CrashDisk, Store, str] | None = None
+        self._lose_power: Callable[[], None] | None = None
         self.is_dying = False
 
     def hit(self, point: str) -> None:
@@ -122,8 +153,8 @@ class Death:
             # Before the crash is written: from now on, `stop` keeps other threads from reporting what they observe.
             self.is_dying = True
         try:
-            if self._machine is not None:
-                lose_power(*self._machine, self._choose)
+            if self._lose_power is not None:
+                self._lose_power()
         finally:  # also if the store was closed meanwhile: then it is a kill, and nobody waits in `stop` forever
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -138,7 +169,12 @@ class Death:
     def endanger(self, store: Store, after: str) -> None:
         """From now on a loss of power affects this store, and leaves its directory as `after`."""
         if self._fate is not None and self._fate.by_power_loss:
-            self._machine = self._faulty_disk, self._crash_disk, store, after
+            self._lose_power = partial(lose_power, self._faulty_disk, self._crash_disk, store, after, self._choose)
+
+    def endanger_standby(self, after: str) -> None:
+        """The same for the standby whose disk this is."""
+        if self._fate is not None and self._fate.by_power_loss:
+            self._lose_power = partial(lose_power_of_standby, self._faulty_disk, self._crash_disk, after, self._choose)
 
     def stop(self) -> None:
         """Wait for the end if it has begun in another thread: what this thread observes meanwhile counts no more."""
@@ -147,7 +183,7 @@ class Death:
 
 
 class _BucketBeside(DiskLayer):
-    """A `Disk` over a `CrashDisk`, with a bucket outside its root that no power loss affects."""
+    """A `Disk` over a `CrashDisk`, with a bucket outside its root that no power loss affects; LMDB syncs its file itself."""
 
     def __init__(self, crash_disk: CrashDisk) -> None:
         super().__init__(OsDisk())
@@ -155,7 +191,8 @@ class _BucketBeside(DiskLayer):
 
     def _at(self, path: str) -> Disk:
         is_inside = f"{os.path.abspath(path)}/".startswith(f"{self._crash_disk.root}/")
-        return self._crash_disk if is_inside else self._inner
+        # A standby moves LMDB's file, which the crash disk does not cover.
+        return self._crash_disk if is_inside and os.path.basename(path) != MANIFEST else self._inner
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         return self._at(path).open(path, create=create, exclusive=exclusive, write=write)
@@ -188,6 +225,29 @@ def lose_power(disk: FaultyDisk, crash_disk: CrashDisk, store: Store, after: str
     shutil.copyfile(os.path.join(crash_disk.root, MANIFEST), os.path.join(f"{after}.incomplete", MANIFEST))
     os.rename(f"{after}.incomplete", after)
     del transaction
+
+
+def lose_power_of_standby(disk: FaultyDisk, crash_disk: CrashDisk, after: str, choose: Chooser) -> None:
+    """The same for a standby's directory. LMDB's files follow when this process has ended: `take_what_is_left`."""
+    disk.cut()
+    crash_disk.crash(f"{after}.incomplete", choose)
+    os.rename(f"{after}.incomplete", after)
+
+
+def take_what_is_left(directory: str, after: str) -> None:
+    """Replace a standby's directory by what a loss of power has left, if it lost power. REQUIRES that its processes have
+    ended."""
+    if not os.path.exists(after):
+        return
+    for folder in filter(os.path.isdir, (after, os.path.join(after, STAGED))):
+        rows = os.path.join(folder, MANIFEST)
+        source = os.path.join(directory, os.path.relpath(rows, after))
+        if os.path.exists(source):
+            shutil.copyfile(source, rows)
+        elif os.path.exists(rows):  # as it was when the crash disk was made
+            os.remove(rows)
+    shutil.rmtree(directory)
+    os.rename(after, directory)
 
 
 def draw_chooser(draw: random.Random) -> Chooser:

@@ -115,9 +115,20 @@ def in_process(run: Callable[[], Ending]) -> Ending:
 
 
 def in_mortal_process(run: Callable[[Report], Ending]) -> Ending:
-    """Return the result of `run` in a forked process that may be killed: then the last result that it has reported.
+    """Return the result of `run` in a forked process that may be killed: then the last result that it has reported."""
+    ending, is_killed = begin_process(run)()
+    if not isinstance(ending, Ending):
+        raise SimulationFailed(f"the process ended without a report, killed: {is_killed}")
+    ending.is_killed = is_killed
+    return ending
 
-    A report is in the pipe, and survives the kill, before `run` continues.
+
+def begin_process(run: Callable[[Report], object]) -> Callable[[], tuple[object, bool]]:
+    """Run `run` in a forked process. Return a function that waits for its end and returns its last report, and whether it was
+    killed.
+
+    A report is in the pipe, and survives the kill, before `run` continues; what `run` returns is the last one. REQUIRES that
+    this process has no threads.
     """
     for name in LOADED_ON_USE:
         with suppress(ImportError):  # pyarrow uses pandas only if it is installed
@@ -134,18 +145,28 @@ def in_mortal_process(run: Callable[[Report], Ending]) -> Ending:
                 try:
                     report(run(report))
                 except BaseException:
-                    report(traceback.format_exc())
+                    report(_Failure(traceback.format_exc()[-4_000:]))
         finally:
             os._exit(0)
     os.close(writing)
+    return partial(_end_of, pid, reading)
+
+
+def _end_of(pid: int, reading: int) -> tuple[object, bool]:
     with os.fdopen(reading, "rb") as pipe:
-        ending = _last_report(pipe)
+        last = _last_report(pipe)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    if not isinstance(ending, Ending) or code not in (0, -signal.SIGKILL):
-        raise SimulationFailed(ending if isinstance(ending, str) else f"the process ended with {code}")
-    ending.is_killed = code != 0
-    return ending
+    if isinstance(last, _Failure) or code not in (0, -signal.SIGKILL):
+        raise SimulationFailed(last.text if isinstance(last, _Failure) else f"the process ended with {code}")
+    return last, code != 0
+
+
+@dataclass
+class _Failure:
+    """The last report of a process that failed."""
+
+    text: str
 
 
 def _send(pipe: BinaryIO, report: object) -> None:

@@ -11,6 +11,9 @@ objects wait on disk, the backlog overflows, or the disk is full.
 Either the next life opens the directory, or the directory is lost. Then the bucket, as it was at that moment, is restored with
 a takeover, must match the model as of the last time `wait` returned, or a later one, and must pass `check`, `verify` and an
 audit of all moments of the window.
+
+In half of the seeds, a standby follows the bucket (`simulation_standby`). Then half of the lost disks are not restored: the
+standby is promoted, now and then together with a second one, and must have the same.
 A life archives in mode `async` or `sync`; in mode `sync` every change that was acknowledged must be there. The former owner may
 still run while it is deposed, or wake up in the middle: what it archives before the seal must be restored. After that, it must
 be fenced before it archives anything, and so must an owner whose directory is opened later.
@@ -26,7 +29,8 @@ import shutil
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -38,9 +42,22 @@ from quire.archive.window import abandoned_epochs
 from quire.core.errors import InvalidInput, QuireError, StoreFenced
 from quire.core.settings import ArchiveSettings, StoreSettings
 from quire.durable.failpoints import EVERY, armed
+from quire.durable.files import Disk
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from quire.testing.simulation_deaths import POINTS, UNNAMED_BASE, Death, Fate, draw_fate
+from quire.testing.simulation_deaths import (
+    CLAIM_POINTS,
+    FOLLOW_POINTS,
+    OWNER_POINTS,
+    POINTS,
+    PROMOTION_POINTS,
+    RESTORE_POINTS,
+    UNNAMED_BASE,
+    Death,
+    Fate,
+    draw_fate,
+    take_what_is_left,
+)
 from quire.testing.simulation_lives import (
     SETTINGS,
     START_MS,
@@ -50,7 +67,8 @@ from quire.testing.simulation_lives import (
     matching_model,
     raise_findings,
 )
-from quire.testing.simulation_steps import Model, NoReader, Steps
+from quire.testing.simulation_standby import Follower, Machine, Rival, Trail, is_promoted, left_behind, promote_one
+from quire.testing.simulation_steps import Model, NoReader, StepInterrupted, Steps
 
 WAIT = 60.0
 LIVES, STEPS = 6, 25
@@ -63,6 +81,9 @@ FULL_SPOOLS = 0.3
 ABANDONED = 0.2
 """Probability that a life loses its disk, takes over and dies before its first base, and that the next one loses its disk, too:
 nothing of the epoch in between can be restored, so it is abandoned."""
+STANDBYS, PROMOTIONS, RIVALS = 0.5, 0.5, 0.25
+"""Probabilities that a standby follows in a seed, that it is promoted after the loss of a disk, and that a second one is at the
+same time."""
 
 
 @dataclass
@@ -80,6 +101,32 @@ class ArchivedEnding(Ending):
     fate: str = ""
     point: str = ""
     """The failpoint at which the life dies, if it comes that far."""
+    standby: Trail | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a life begins."""
+
+    seed: str
+    number: int
+    base: str
+    """The directory of the run."""
+    fate: Fate | None
+    is_lost: bool
+    is_promoted: bool
+    """Whether the lost disk is replaced by the standby."""
+    machine: Machine | None
+    points: Collection[str]
+
+    @property
+    def bucket(self) -> str:
+        return os.path.join(self.base, "bucket")
+
+    @property
+    def after(self) -> str:
+        """The directory that a loss of power leaves."""
+        return _after(self.base, self.number)
 
 
 @dataclass(frozen=True)
@@ -90,9 +137,19 @@ class Losses:
     """Disks that were lost and restored from the bucket."""
     deaths: tuple[str, ...]
     """Failpoints at which lives died."""
+    promotions: int = 0
+    """Disks that were lost, after which the standby was promoted, or its promotion died."""
+    sessions: int = 0
+    """How often a standby was opened to follow."""
+    standby_deaths: tuple[str, ...] = ()
+    """Failpoints at which a standby died."""
 
     def __str__(self) -> str:
-        return f"{self.disks} disks lost, {len(self.deaths)} deaths at failpoints"
+        text = f"{self.disks} disks lost, {len(self.deaths)} deaths at failpoints"
+        if self.sessions or self.promotions:
+            text += f", {self.promotions} promotions, {self.sessions} sessions of a standby"
+            text += f" with {len(self.standby_deaths)} deaths"
+        return text
 
 
 class ArchivedSteps(Steps):
@@ -103,16 +160,17 @@ class ArchivedSteps(Steps):
         self.archived = archived
         self.is_restorable = is_restorable
         self.report: Callable[[], None] = _ignore
+        self.follower: Follower | None = None
         self._is_out = False
         """Whether the bucket does not answer."""
 
     def _change(self, after: Model, act: Callable[[], object], what: str = "") -> bool:
         is_change = after is not self.model
         self.possible = [self.model, after]
-        self.archived.append(after)
+        self._note_model(after)
         self.report()
         done = super()._change(after, act, what)
-        self.archived.append(self.model)
+        self._note_model(self.model)
         is_acknowledged = done and is_change and _archive_of(self.store).settings.mode == "sync"
         if not is_acknowledged and not self._is_out and self._draw.random() < WAITS:
             _archive_of(self.store).wait(WAIT)
@@ -121,6 +179,11 @@ class ArchivedSteps(Steps):
             self._note_archived()
         self.report()
         return done
+
+    def _note_model(self, model: Model) -> None:
+        self.archived.append(model)
+        if self.follower is not None:
+            self.follower.trail.models.append(model)
 
     def wait(self) -> None:
         """Wait for the bucket."""
@@ -171,6 +234,29 @@ class ArchivedSteps(Steps):
             step()
         self.trim()
 
+    def follow(self) -> None:
+        """Let the standby follow, often with everything in the bucket, and perhaps during the next steps."""
+        assert self.follower is not None
+        self.stop_following()
+        self._note_model(self.model)  # `write_rows` has completed it after the change
+        is_archived = self.follower.draw.random() < 0.7 or not self.is_restorable  # the first base must be there
+        if is_archived:
+            for name in sorted(self.model):
+                if self.model[name].kind == "pages":
+                    self.store.pages.open(name).wal.publish()
+            self.wait()
+        is_beside = self.follower.draw.random() < 0.4
+        order = self.follower.begin(self._clock.now_ms(), is_archived=is_archived, is_beside=is_beside)
+        self._log[-1] += f" {order.polls} polls, {order.fate}{', beside the next steps' if is_beside else ''}"
+        if not is_beside:
+            self.stop_following()
+        self.report()
+
+    def stop_following(self) -> None:
+        """Wait for the end of the standby's session, if there is one."""
+        if self.follower is not None:
+            self.findings += self.follower.end()
+
     def audit(self) -> None:
         """Read everything that any moment of the window needs: nothing may be missing."""
         if self.is_restorable and not (audit := self.store.heavy.audit_archive(runner="threads")).is_sound:
@@ -207,6 +293,12 @@ ArchivedSteps.choices = (
 )
 
 
+class FollowedSteps(ArchivedSteps):
+    """Steps while a standby follows."""
+
+    choices = (*ArchivedSteps.choices, (12, ArchivedSteps.follow))
+
+
 def _ignore() -> None:
     """Report nothing."""
 
@@ -220,38 +312,61 @@ def simulate_losses(
     *,
     lives: int = LIVES,
     steps: int = STEPS,
-    points: Collection[str] = POINTS,
+    points: Collection[str] = (*POINTS, *CLAIM_POINTS),
+    standbys: float = STANDBYS,
     plant: Callable[[], None] | None = None,
 ) -> Losses:
-    """Simulate one seed. Lives die at one of the `points`."""
+    """Simulate one seed. Lives die at one of the `points`. `standbys` is the probability that a standby follows; `plant` is
+    called in every process, to plant a bug."""
     draw, draw_abandoned = random.Random(f"losses {seed}"), random.Random(f"abandoned {seed}")
-    lost, is_abandoned = 0, False
+    draw_standby = random.Random(f"standby {seed}")
+    has_standby = any(point in points for point in (*FOLLOW_POINTS, *PROMOTION_POINTS))
+    has_standby = has_standby and draw_standby.random() < standbys
+    lost, promotions, is_abandoned = 0, 0, False
     deaths: list[str] = []
     with tempfile.TemporaryDirectory(prefix="quire-losses-") as base:
         last = ArchivedEnding([{}], START_MS, os.path.join(base, "0"), archived=[{}], is_opened=True)
+        last.standby = Trail(os.path.join(base, "standby-0"), [{}]) if has_standby else None
         for number in range(lives):
             must_lose = is_abandoned or not last.is_opened
             is_abandoned = UNNAMED_BASE in points and draw_abandoned.random() < ABANDONED
             is_lost = number > 0 and (draw.random() < 0.5 or must_lose or is_abandoned) and last.is_restorable
             lost += is_lost
-            fate = draw_fate(random.Random(f"fate {seed}/{number}"), points, is_lost=is_lost)
+            is_promoted = is_lost and last.standby is not None and draw_standby.random() < PROMOTIONS
+            promotions += is_promoted
+            groups = [RESTORE_POINTS, OWNER_POINTS] if is_lost else [OWNER_POINTS]
+            if is_promoted:
+                groups = [(*PROMOTION_POINTS, *CLAIM_POINTS), (*RESTORE_POINTS, *FOLLOW_POINTS), OWNER_POINTS]
+            fate = draw_fate(random.Random(f"fate {seed}/{number}"), points, groups)
             if is_abandoned and is_lost:
                 fate = Fate(UNNAMED_BASE, 1, by_power_loss=draw_abandoned.random() < 0.5)
-            life = partial(_live, f"{seed}/{number}", last, number, steps, is_lost, base, fate, plant)
-            last = _life_of(in_mortal_process(life), base, number)
+            machine = Machine(plant) if has_standby else None
+            start = Start(f"{seed}/{number}", number, base, fate, is_lost, is_promoted, machine, points)
+            try:
+                last = _life_of(in_mortal_process(partial(_live, start, last, steps, plant)), base, number)
+            finally:
+                if machine is not None:
+                    machine.close()
             if last.is_killed:
                 deaths.append(last.point)
             raise_findings(seed, number, last)
-    return Losses(lost, tuple(deaths))
+    if last.standby is None:
+        return Losses(lost, tuple(deaths))
+    return Losses(lost, tuple(deaths), promotions, last.standby.sessions, tuple(last.standby.deaths))
 
 
 def _life_of(ending: Ending, base: str, number: int) -> ArchivedEnding:
     assert isinstance(ending, ArchivedEnding)
     if ending.is_killed:
         ending.steps.append(f"dies: {ending.fate}")
-    if os.path.exists(after := _after(base, number)):
+    if not os.path.exists(after := _after(base, number)):
+        return ending
+    if ending.is_opened:
         shutil.rmtree(ending.directory)
         ending.directory = after
+    else:
+        assert ending.standby is not None, "a restore runs on a disk that does not lose power"
+        take_what_is_left(ending.standby.directory, after)
     return ending
 
 
@@ -262,30 +377,23 @@ def _after(base: str, number: int) -> str:
 
 # ── a life ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _live(
-    seed: str,
-    before: ArchivedEnding,
-    number: int,
-    steps: int,
-    is_lost: bool,
-    base: str,
-    fate: Fate | None,
-    plant: Callable[[], None] | None,
-    report: Report,
+    start: Start, before: ArchivedEnding, steps: int, plant: Callable[[], None] | None, report: Report
 ) -> ArchivedEnding:
-    draw, clock = random.Random(seed), ManualClock(before.now_ms)
-    settings = _draw_settings(draw, base)
+    draw, clock, fate = random.Random(start.seed), ManualClock(before.now_ms), start.fate
+    settings = _draw_settings(draw, start.base)
     if plant is not None:
         plant()
-    here = os.path.join(base, str(number)) if is_lost else before.directory
+    here = _directory_of(start, before)
     ending = replace(before, findings=[], steps=[f"before: {step}" for step in before.steps[-12:]])
-    ending.steps.append(f"life {number}{', disk lost' if is_lost else ''}, {settings.archive.mode}")
+    loss = ", disk lost, standby promoted" if start.is_promoted else ", disk lost" if start.is_lost else ""
+    ending.steps.append(f"life {start.number}{loss}, {settings.archive.mode}")
     ending.fate, ending.point = (str(fate), fate.point) if fate is not None else ("", "")
-    if number == 0:  # created without the crash disk, which does not cover LMDB's file
+    if start.number == 0:  # created without the crash disk, which does not cover LMDB's file
         quire.open(here, settings=settings, clock=clock).close()
-    death = Death(fate, random.Random(f"death {seed}"))
+    death = Death(fate, random.Random(f"death {start.seed}"))
     try:
         with armed(EVERY, death.hit):
-            life = _begin(ending, settings, clock, draw, death, number, here, base, is_lost, report)
+            life = _begin(start, ending, settings, clock, draw, death, here, report)
             if life is not None:
                 _run(ending, life, draw, steps)
     except BaseException:
@@ -293,6 +401,16 @@ def _live(
         ending.findings.append(traceback.format_exc()[-4_000:])
     death.stop()
     return ending
+
+
+def _directory_of(start: Start, before: ArchivedEnding) -> str:
+    """Return the directory that a life opens, if no other standby is promoted first."""
+    if not start.is_lost:
+        return before.directory
+    if start.is_promoted:
+        assert before.standby is not None
+        return before.standby.directory
+    return os.path.join(start.base, str(start.number))
 
 
 def _draw_settings(draw: random.Random, base: str) -> StoreSettings:
@@ -308,50 +426,81 @@ def _draw_settings(draw: random.Random, base: str) -> StoreSettings:
 
 
 def _begin(
+    start: Start,
     ending: ArchivedEnding,
     settings: StoreSettings,
     clock: ManualClock,
     draw: random.Random,
     death: Death,
-    number: int,
     here: str,
-    base: str,
-    is_lost: bool,
     report: Report,
 ) -> ArchivedSteps | None:
-    """Open the directory, or restore the bucket into a new one, and compare the store with the models. Return its steps, or
-    `None` if there are findings."""
+    """Open the directory, or restore the bucket into a new one, or promote the standby, and compare the store with the models.
+    Return its steps, or `None` if there are findings."""
     deposed: list[Store] = []
-    if is_lost:
+    disk = death.disk(here) if start.is_promoted or not start.is_lost else None
+    if start.is_lost:
+        rival, is_deposed = _draw_rival(start), not ending.is_opened
+        if start.is_promoted:
+            death.endanger_standby(start.after)
         ending.is_opened = False
-        ending.former = (*ending.former, here)
-    report(ending)
-    if is_lost:
-        deposed = _depose(ending, settings, clock, draw, number, here, base, report)
-    store = quire.open(here, settings=settings, clock=clock, disk=death.disk(here))
+        ending.former = tuple(dict.fromkeys((*ending.former, here, *([rival.directory] if rival is not None else []))))
+        report(ending)
+        take_over = partial(_take_over, start, here, clock, disk, rival, ending.steps)
+        deposed, owner = _depose(start, ending, settings, clock, draw, take_over, report, is_deposed, rival is not None)
+        disk = disk if start.is_promoted and owner == here else death.disk(owner)
+        here = owner
+    else:
+        report(ending)
+    store = quire.open(here, settings=settings, clock=clock, disk=disk)
     if draw.random() < 0.25:
         _archive_of(store).queue.crowded_bytes = 1  # every event is a log object of its own
-    model, findings = matching_model(store, ending.archived if is_lost else ending.models)
+    model, findings = matching_model(store, ending.archived if start.is_lost else ending.models)
     death.stop()
-    ending.findings += findings
+    ending.findings += findings + (left_behind(here) if start.is_promoted else [])
     if model is None or ending.findings:
         return None
-    archived = [model] if is_lost else [*ending.archived, model]
-    life = _steps(ending, store, model, clock, draw, 1 + number, archived, report)
-    former = [*ending.former[:-1], ending.directory] if is_lost else []
+    former = [*ending.former, ending.directory] if start.is_lost else []
+    ending.standby = _next_standby(start, ending.standby, model)
+    archived = [model] if start.is_lost else [*ending.archived, model]
+    follower = None
+    if ending.standby is not None and start.machine is not None:
+        follower = Follower(ending.standby, start.machine, start.bucket, start.points, start.seed)
+    life = _steps(ending, store, model, clock, draw, 1 + start.number, archived, report, follower)
     ending.is_opened, ending.directory, ending.former = True, here, ()
     life.report()
-    death.endanger(store, _after(base, number))
+    death.endanger(store, start.after)
     # after the report: if this life dies, nobody expects anything of these directories any more
     ending.findings += [finding for owner in deposed for finding in _is_not_fenced(owner)]
+    followed = ending.standby.directory if ending.standby is not None else ""
     for directory in filter(os.path.exists, former):
+        if directory in (here, followed):
+            continue
         if not deposed and draw.random() < 0.5:
             ending.findings += _comes_back(directory, settings, clock)
         shutil.rmtree(directory, ignore_errors=bool(deposed))  # the threads of a deposed owner may still write
-    if number:  # every byte of the store and every rule, not only what the model has
+    if start.number:  # every byte of the store and every rule, not only what the model has
         life.verify()
         life.audit()
     return life
+
+
+def _draw_rival(start: Start) -> Rival | None:
+    draw = random.Random(f"rival {start.seed}")
+    if not start.is_promoted or draw.random() >= RIVALS:
+        return None
+    return Rival(os.path.join(start.base, f"rival-{start.number}"), is_met=draw.random() < 0.5)
+
+
+def _next_standby(start: Start, standby: Trail | None, model: Model) -> Trail | None:
+    """Return the standby that follows the owner. A new one takes the place of one that was promoted."""
+    if standby is None:
+        return None
+    if is_promoted(standby.directory):
+        new = os.path.join(start.base, f"standby-{start.number}")
+        return Trail(new, [model], sessions=standby.sessions, deaths=standby.deaths)
+    standby.models.append(model)
+    return standby
 
 
 def _steps(
@@ -363,9 +512,11 @@ def _steps(
     number: int,
     archived: list[Model],
     report: Report,
+    follower: Follower | None = None,
 ) -> ArchivedSteps:
     """Return the steps of a life, which report what the store and the bucket may hold."""
-    life = ArchivedSteps(
+    steps = ArchivedSteps if follower is None else FollowedSteps
+    life = steps(
         store,
         model,
         clock,
@@ -376,6 +527,7 @@ def _steps(
         archived=archived,
         is_restorable=ending.is_restorable,
     )
+    life.follower = follower
 
     def report_state() -> None:
         ending.models, ending.archived, ending.now_ms = life.possible, life.archived, clock.now_ms()
@@ -389,6 +541,7 @@ def _steps(
 def _run(ending: ArchivedEnding, life: ArchivedSteps, draw: random.Random, steps: int) -> None:
     """Run the steps, and close the store or leave it as it is."""
     life.run(steps)
+    life.stop_following()
     ending.findings += life.findings
     life.report()
     if draw.random() < 0.5:
@@ -398,20 +551,22 @@ def _run(ending: ArchivedEnding, life: ArchivedSteps, draw: random.Random, steps
 
 # ── owners that are deposed ───────────────────────────────────────────────────────────────────────────────────────────
 def _depose(
+    start: Start,
     ending: ArchivedEnding,
     settings: StoreSettings,
     clock: ManualClock,
     draw: random.Random,
-    number: int,
-    here: str,
-    base: str,
+    take_over: Callable[[], str],
     report: Report,
-) -> list[Store]:
-    """Restore the bucket with a takeover. The former owner runs, wakes up when its log has been read, or is dead. Return it if
-    it is running."""
+    is_deposed: bool,
+    has_rival: bool,
+) -> tuple[list[Store], str]:
+    """Call `take_over`. The former owner runs, wakes up when its log has been read, or is dead. Return it if it is running, and
+    the directory of the new owner. `is_deposed`: a takeover that died may have deposed the former owner."""
     owner = draw.choice(("dead", "dead", "runs", "wakes"))
     steps, waits = draw.randint(1, 4), draw.random() < 0.7
-    is_deposed = len(ending.former) > 1  # perhaps, by a takeover that died
+    if has_rival or (start.is_promoted and is_deposed):  # an epoch may be claimed at any moment, or is already
+        owner = "dead"
     awake: list[Store] = []
     lives: list[ArchivedSteps] = []
     seals: list[str] = []
@@ -431,7 +586,7 @@ def _depose(
         ending.findings += findings
         if model is not None:
             archived = [*ending.archived, model]
-            lives.append(_steps(ending, awake[0], model, clock, draw, 500 + number, archived, report))
+            lives.append(_steps(ending, awake[0], model, clock, draw, 500 + start.number, archived, report))
 
     def write(point: str) -> None:
         if threading.get_ident() != restoring_thread:  # an owner seals the log of the owner before it
@@ -442,16 +597,38 @@ def _depose(
         if owner == "wakes":
             wake()
         for life in lives:
-            life.run(steps)
+            with _fenced_by_claim(start.is_promoted):
+                life.run(steps)
+                if waits:
+                    life.wait()
             ending.findings += life.findings
-            if waits:
-                life.wait()
 
     if owner == "runs":
         wake()
-    with armed("archive.seal.before", write):
-        quire.restore(os.path.join(base, "bucket"), here, takeover=True, clock=clock)
-    return awake
+    # A promotion claims its epoch before it seals the log: an owner that wakes up after that cannot even be read.
+    point = "standby.promoting" if start.is_promoted and owner == "wakes" else "archive.seal.before"
+    with armed(point, write):
+        return awake, take_over()
+
+
+@contextmanager
+def _fenced_by_claim(is_claimed: bool) -> Iterator[None]:
+    """Let the former owner be fenced before its log is sealed, if the next epoch is claimed, as promotions do first."""
+    try:
+        yield
+    except (StepInterrupted, StoreFenced) as error:
+        if not is_claimed or not (isinstance(error, StoreFenced) or isinstance(error.__cause__, StoreFenced)):
+            raise
+
+
+def _take_over(
+    start: Start, here: str, clock: ManualClock, disk: Disk | None, rival: Rival | None, steps: list[str]
+) -> str:
+    """Restore the bucket with a takeover, or promote the standby. Return the directory of the new owner."""
+    if start.is_promoted:
+        return promote_one(start.bucket, here, clock, disk, rival, steps)
+    quire.restore(start.bucket, here, takeover=True, clock=clock)
+    return here
 
 
 def _archive_of(store: Store) -> Archiver:
