@@ -355,6 +355,12 @@ class VersionLeases:
             leases = [lease for lease in self._leases.values() if self._lives(lease)]
             return {lease.lent[db_id].copy for lease in leases if db_id in lease.lent} - {0}
 
+    def is_lent(self, db_id: int) -> bool:
+        """Return whether a live lease is on a version of a database: its row is needed to load the lease after a restart."""
+        with self._lock:
+            leases = [lease for lease in self._leases.values() if self._lives(lease)]
+            return any((part := lease.lent.get(db_id)) is not None and part.lsn for lease in leases)
+
     def count(self) -> int:
         """Return the number of live leases."""
         with self._lock:

@@ -15,8 +15,9 @@ The state after each durable step, and what follows a crash there:
   publish               no rows                                the next step, or the next attempt, finds others
   complete              no row at zero, the gate is open       the tombstone of a dropped database goes in the same transaction
 
-The tombstone of a dropped database is removed when nothing else of it is left and no other job of it is outstanding; its
-directories are removed before, with files of ours that no row names (`jobs/leftovers.py`).
+The tombstone of a dropped database is removed when nothing else of it is left, no other job of it is outstanding and none of
+its versions is lent: the rows of leases go with it, and a restarted owner would not know of a fork's lease on artifacts of
+other databases. Its directories are removed before, with files of ours that no row names (`jobs/leftovers.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ DELAY_SECONDS_MAX = 3_600.0
 """How long the job is deferred at most while artifacts are too young, lent, or kept until a time."""
 
 OTHER_JOBS_MS = 60_000
-"""How long the job is deferred while other jobs of a dropped database are outstanding."""
+"""How long the job is deferred while other jobs, or leases, of a dropped database are outstanding."""
 
 
 def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
@@ -71,7 +72,8 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         with manifest.read() as txn:
             plan = plan_deletion(ctx, txn, db_id, trouble)
             origins = next_origins(txn, plan, db_id)
-            bare, busy = is_bare(txn, db_id), has_other_jobs(txn, db_id)
+            bare = is_bare(txn, db_id)
+            busy = has_other_jobs(txn, db_id) or manifest.leases.is_lent(db_id)
         if plan.empty:
             trouble.settle()
             if plan.due_at_ms:
