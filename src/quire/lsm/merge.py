@@ -25,6 +25,7 @@ from quire.core.errors import StorageFault
 from quire.core.limits import KIB, MIB
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
+from quire.durable.names import TEMPORARY
 from quire.lsm.compaction import VersionRetention
 from quire.lsm.sst_format import SCHEMA, TableMeta
 from quire.lsm.sst_reader import SSTable
@@ -163,7 +164,7 @@ def merge_tables(
     new_table: Callable[[], tuple[int, str]],
     low: bytes = b"",
     high: bytes | None = None,
-    stage: str = "",
+    stage: str = TEMPORARY,
 ) -> list[tuple[str, TableMeta]]:
     """Merge the rows of tables in [low, high) into new tables. Return their paths and metadata.
 

@@ -24,6 +24,7 @@ from quire.core.errors import InternalError, OutOfRange, StorageFault
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
+from quire.durable.names import TEMPORARY
 from quire.lsm.bloom import build_bloom, hash_keys
 from quire.lsm.sst_format import (
     ARROW_END,
@@ -138,11 +139,11 @@ class TableWriter:
         self._arrow.close()
         return self._sink.pieces, meta
 
-    def write(self, disk: Disk, path: str, stage: str = "") -> TableMeta:
+    def write(self, disk: Disk, path: str, stage: str = TEMPORARY) -> TableMeta:
         """Finish the table and write it to `path`. Durable on return.
 
-        With `stage`, a suffix unique to this writer, the file is written under `path + stage` and renamed: for work that may
-        run twice concurrently.
+        The file is written under `path + stage` and renamed: under its own name it is always complete, because a base of the
+        archive may read it at any moment. Work that may run twice concurrently needs a `stage` of its own.
         """
         pieces, meta = self.finish()
         hit("lsm.sst.built")
@@ -156,8 +157,7 @@ class TableWriter:
                 hit("lsm.sst.written")
                 file.sync()
             hit("lsm.sst.synced")
-            if stage:
-                disk.rename(path + stage, path)
+            disk.rename(path + stage, path)
             disk.sync_dir(os.path.dirname(path))
         except Exception:
             with suppress(StorageFault, FileNotFoundError):
