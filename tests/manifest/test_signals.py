@@ -69,8 +69,9 @@ assert not manifest.env.gate._inside
 assert not manifest.env.gate._leaving
 assert not manifest.writer.notifier._threads and not manifest.writer.notifier._loops
 assert not manifest.writer._queue._waiting_for_room
-for lock in (manifest.env.gate._exclusive_lock, manifest.writer.notifier._joining, manifest.writer._queue.lock):
+for lock in (manifest.env.gate._exclusive_lock, manifest.writer.notifier._joining):
     assert not lock.locked()
+assert not manifest.writer._queue.lock._is_owned()
 assert manifest.writer._queue._operations == 0 and not manifest.writer._queue._batches
 assert manifest.writer.when_generation(Component.DATABASE, 1).result(5) == 1
 manifest.close()
@@ -192,6 +193,44 @@ print("ok")
 def test_a_signal_handler_may_commit_while_its_thread_waits_for_a_commit(path: str) -> None:
     """Hazard: both waits slept at one eventfd, and the handler consumed the wake-up of the wait that it had interrupted."""
     assert finish(python(HANDLER_COMMITS, path)).endswith("ok\n")
+
+
+HANDLER_INTERRUPTS_A_COMMIT = """
+import signal, sys
+from quire.core.errors import InvalidInput
+from quire.manifest.store import ManifestStore
+from tests.manifest.helpers import chunk, register
+
+class Striking(list):
+    "The batches of the queue; the signal arrives when one is added, under the queue's lock."
+    def append(self, guard):
+        manifest.writer._queue._batches = []
+        signal.raise_signal(signal.SIGUSR1)
+        manifest.writer._queue._batches.append(guard)
+
+def handler(*_):
+    for call in (lambda: manifest.submit([chunk(2)]).result(), manifest.close):
+        try:
+            call()
+        except InvalidInput as error:
+            refused.append(error)
+
+refused = []
+manifest = ManifestStore.open(sys.argv[1])
+manifest.submit([register(1)]).result()
+signal.signal(signal.SIGUSR1, handler)
+manifest.writer._queue._batches = Striking()
+assert manifest.submit([chunk(1)]).result().sequence == 2
+assert len(refused) == 2 and "signal handler" in str(refused[0]), refused
+assert manifest.submit([chunk(2)]).result().sequence == 3
+manifest.close()
+print("ok")
+"""
+
+
+def test_a_signal_handler_that_interrupts_a_commit_is_refused_its_own(path: str) -> None:
+    """Hazard: it waited for the queue's lock, which its own thread held, and the whole store stood still."""
+    assert finish(python(HANDLER_INTERRUPTS_A_COMMIT, path)).endswith("ok\n")
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

@@ -3,11 +3,12 @@
 Nothing is lost: every queued batch is taken, or returned by `refuse`; after that every `put` raises the refusal.
 
 A signal handler may raise anywhere in `put`. It can leave behind a batch that is queued although its caller got an
-exception, or a taker that wakes for nothing, but no more: `lock` is a plain lock (taken and released only in C), and
-the order of the lines under it matters.
+exception, or a taker that wakes for nothing, but no more: `lock` is taken and released only in C, and the order of the
+lines under it matters. A handler may also call `put` or `refuse` itself: `lock` knows its owner, so that a call that
+would wait for its own thread is refused.
 
-Threads: `put` from any thread, `take` from the writer alone. `lock` guards the fields. Raises `Overloaded`, and the
-refusal.
+Threads: `put` from any thread, `take` from the writer alone. `lock` guards the fields. Raises `Overloaded`,
+`InvalidInput` for such a call of a signal handler, and the refusal.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 
-from quire.core.errors import InternalError, Overloaded, QuireError
+from quire.core.errors import InternalError, InvalidInput, Overloaded, QuireError
 from quire.core.waiting import Ring, Waiters
 from quire.manifest.guard import ManifestGuard
 
@@ -24,7 +25,7 @@ class BatchQueue:
     """Batches that wait for the writer."""
 
     def __init__(self, operations_max: int, taker: threading.Thread | None = None) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.taker = taker
         """The thread that takes; it must not put, or it would wait for itself."""
         self.refusal: QuireError | None = None
@@ -39,6 +40,7 @@ class BatchQueue:
     def put(self, guard: ManifestGuard, operations: int, timeout: float | None) -> None:
         """Append a batch; blocks while the queue is full, and raises `Overloaded` after `timeout`."""
         deadline: float | None = None
+        self.refuse_nested()
         while True:
             with self.lock:
                 # Room for one operation admits any batch: one larger than the bound would never enter otherwise.
@@ -53,6 +55,15 @@ class BatchQueue:
                     self._operations += operations
                     return
             deadline = self._wait_for_room(timeout, deadline)
+
+    def refuse_nested(self) -> None:
+        """Refuse a call of a signal handler that interrupted this thread under the lock: the writer, for which the handler
+        would wait, needs the lock."""
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # `threading.Condition` relies on it, too
+            raise InvalidInput(
+                "this signal handler interrupted its thread while that queued a commit, which must end first",
+                hint="let the handler set a flag or raise, and commit or close the store after it",
+            )
 
     def _wait_for_room(self, timeout: float | None, deadline: float | None) -> float | None:
         """Wait until there may be room; return the caller's deadline, for another wait if another thread took the room."""
@@ -119,6 +130,7 @@ class BatchQueue:
 
     def refuse(self, refusal: QuireError, *, drain: bool) -> list[ManifestGuard]:
         """Accept nothing more. With `drain`, also return what is queued instead of leaving it to `take`."""
+        self.refuse_nested()
         with self.lock:
             # Closing keeps an earlier reason. A drain replaces it: that the store is fenced or in doubt matters more.
             self.refusal = self.refusal if self.refusal is not None and not drain else refusal

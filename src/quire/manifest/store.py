@@ -151,13 +151,15 @@ class ManifestStore(ClosedOnExit):
 
     def close(self) -> None:
         """Commit the queued batches, stop the writer, close the environment."""
+        is_certain = False
+        if self._writer is not None:
+            was_open = self._writer.failure is None
+            self._writer.close()
+            # Any other reason stands for a commit in doubt, which may be that of the last queued batches.
+            is_certain = was_open and isinstance(self._writer.failure, StoreClosed)
         try:
-            if self._writer is not None:
-                was_open = self._writer.failure is None
-                self._writer.close()
-                # Any other reason stands for a commit in doubt, which may be that of the last queued batches.
-                if was_open and isinstance(self._writer.failure, StoreClosed):
-                    self.remember_checked()
+            if is_certain:
+                self.remember_checked()
         finally:
             self.env.close()
 

@@ -216,6 +216,10 @@ class ManifestWriter:
             self._thread.join()
         self._end_waits()  # if the thread never ran
 
+    def refuse_nested(self) -> None:
+        """Raise `InvalidInput` in a signal handler that interrupted its thread while that queued a batch."""
+        self._queue.refuse_nested()
+
     def watch_refused(self) -> None:
         """Refuse operations on databases and counters that were closed since the writer started, from the next group on."""
         self._has_new_refusals = True

@@ -134,6 +134,10 @@ class Store:
         """
         if self._closed or self._pid != os.getpid():
             return
+        if (
+            not self._manifest.read_only
+        ):  # before any part is closed: the manifest could not be, and would lose its lock
+            self._manifest.writer.refuse_nested()
         with ExitStack() as closing:  # callbacks run in reverse order, all of them even if one raises
             if self.after_close is not None:
                 closing.callback(self.after_close)

@@ -2,7 +2,8 @@
 
 A connection is reused only if nothing of its last program is left on it: the policy of remote SQL has seen no temporary object,
 no ATTACH and no pragma that was set; an open transaction is rolled back, and `last_insert_rowid`, `changes` and
-`total_changes` are reset to 0. It keeps its cached pages. The cache is small, because a server has hundreds of connections where a program has a few.
+`total_changes` are reset to 0. It keeps its cached pages. The cache is small, because a server has hundreds of connections
+where a program has a few.
 
 Threads: any; a connection belongs to one at a time.
 """
