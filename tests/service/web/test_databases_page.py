@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ CHOOSE = """
     field.value = arguments[1];
     field.dispatchEvent(new Event("change"));
 """
+
+
+def has(browser: Browser, name: str) -> bool:
+    return name in browser.text("#nav")
 
 
 def shows(browser: Browser, *names: str) -> None:
