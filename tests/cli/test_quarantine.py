@@ -64,3 +64,12 @@ def test_commands_do_not_disturb_a_running_owner(run: Run, path: Path) -> None:
     with quire.open(path):
         assert run("quarantine", "restore", "1").code != 0
         assert len(run("quarantine", "ls", "--json").data) == 1
+
+
+def test_nothing_is_removed_if_one_of_the_files_does_not_exist(run: Run, path: Path) -> None:
+    quarantine_file(path)
+    before = run("quarantine", "ls", "--json").data
+    refused = run("quarantine", "rm", "1", "99", "--yes")
+    assert (refused.code, run("quarantine", "ls", "--json").data) == (3, before)
+    assert run("quarantine", "restore", "99").code == 3
+    assert run("quarantine", "rm", "1", "1", "--yes", "--json").data == {"removed": [1]}

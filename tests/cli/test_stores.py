@@ -30,6 +30,16 @@ def test_init_remembers_the_object_store_and_refuses_another(run: Run, tmp_path:
     assert run("init", str(new), "--object-store", "s3://bucket/y").code == 8
 
 
+def test_init_of_an_existing_store_refuses_settings_that_it_would_ignore(run: Run, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    given = ("--object-store", "s3://bucket/x", "--endpoint", "https://s3.example", "--region", "eu")
+    assert run("init", str(new), *given).code == 0
+    assert run("init", str(new), *given).code == 0, "they are those that it has"
+    for option in (("--endpoint", "https://other.example"), ("--region", "us"), ("--allow-http",)):
+        refused = run("init", str(new), *option)
+        assert (refused.code, option[0] in refused.err) == (2, True)
+
+
 @pytest.mark.parametrize("url", ["ftp://x", "S4://bucket/x", "s3:bucket", "file:/x"])
 def test_an_unsupported_object_store_is_refused_at_once(run: Run, path: Path, tmp_path: Path, url: str) -> None:
     """By init and whenever the store is opened, in Python too, with the supported URLs; not only when the first object

@@ -160,8 +160,9 @@ def test_a_snapshot_seals_and_pins(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["seconds", "hold_seconds", "bytes"])
 def test_retention_that_cannot_be_stored_is_refused(name: str, limit: float) -> None:
     """NaN and infinity were written to the state file, and the stream never opened again."""
+    limits: dict[str, Any] = {name: limit}
     with pytest.raises(InvalidInput, match="retention limits"):
-        Retention(**{name: limit})  # type: ignore[arg-type]
+        Retention(**limits)
 
 
 def test_a_dropped_stream_leaves_nothing(tmp_path: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import quire
 from quire.cli.declarations import Argument, Option, command
 from quire.cli.lookup import AllowHttp, Endpoint, Region, objects_given
 from quire.cli.output import Note
-from quire.core.settings import StoreSettings
+from quire.core.errors import InvalidInput
+from quire.core.settings import ObjectSettings, StoreSettings
 from quire.durable.files import OsDisk
 from quire.objects.open import open_store
 from quire.objects.options import options_of
 from quire.objects.urls import check_url
 from quire.store.config_edit import change_config
-from quire.store.layout import DirectoryState, directory_state
+from quire.store.layout import DirectoryState, directory_state, existing_config
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
@@ -53,6 +55,12 @@ def init(
         # raises on a URL or options that cannot work, before anything is created
         open_store(object_store, options=options_of(reached, "objects")).close()
     exists = directory_state(OsDisk(), target) is DirectoryState.STORE
+    if exists and (given_now := _new_settings(target, reached)):
+        raise InvalidInput(
+            f"the store exists, and has other settings: {given_now} cannot be set by `init`",
+            hint="edit `[objects]` in its quire.toml",
+            path=target,
+        )
     settings = StoreSettings(object_store=object_store, objects=reached) if object_store else None
     with quire.open(target, "r" if exists else "rw", settings=settings) as store:
         if not exists:
@@ -61,3 +69,11 @@ def init(
             change_config(OsDisk(), store.path, {("objects", name): value for name, value in given.items() if value})
         text = f"{store.path} is already a store" if exists else f"created a store in {store.path}"
         return Note(text=text, data={"path": store.path, "created": not exists, "object_store": store.objects_url})
+
+
+def _new_settings(path: str, wanted: ObjectSettings) -> str:
+    """Return the options that differ from the quire.toml of an existing store, empty if none does."""
+    kept = existing_config(OsDisk(), os.path.abspath(path)).objects
+    names = ("endpoint", "region", "allow_http")
+    changed = [name for name in names if getattr(wanted, name) not in ("", False, getattr(kept, name))]
+    return ", ".join(f"`--{name.replace('_', '-')}`" for name in changed)

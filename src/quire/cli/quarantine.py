@@ -7,7 +7,7 @@ lock but do not open the store: what they repair may be what keeps it from openi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ from quire.cli.formatting import count_of, moment, size
 from quire.cli.lookup import Yes
 from quire.cli.output import Listing, ListingRow, Note
 from quire.cli.prompts import confirm
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, NotFound
 from quire.durable.files import OsDisk
 from quire.durable.locks import FileLock
 from quire.durable.names import LOCK
@@ -60,7 +60,7 @@ def restore(cli: Cli, number: Number) -> Note:
 
     The file is not used until `quire stream repair` or `quire kv repair` of its database.
     """
-    with _owned(cli) as root:
+    with _owned(cli, [number]) as root:
         entry = put_back(OsDisk(), root, number)
     return Note(text=f"restored {entry.path}", data={"number": number, "path": entry.path})
 
@@ -78,7 +78,8 @@ def rm(
         raise InvalidInput("no files were named", hint="`quire quarantine ls` lists them by number")
     if not yes:
         confirm(f"permanently remove {count_of(len(numbers), 'file')}?", "nothing was removed", {"removed": []})
-    with _owned(cli) as root:
+    numbers = list(dict.fromkeys(numbers))
+    with _owned(cli, numbers) as root:
         for number in numbers:
             remove(OsDisk(), root, number)
     return Note(text=f"removed {count_of(len(numbers), 'file')}", data={"removed": numbers})
@@ -90,12 +91,17 @@ def _root(cli: Cli) -> str:
 
 
 @contextmanager
-def _owned(cli: Cli) -> Iterator[str]:
-    """Hold the store's lock, and yield its directory."""
+def _owned(cli: Cli, numbers: Sequence[int]) -> Iterator[str]:
+    """Hold the store's lock, and yield its directory. Raises `NotFound` before anything is changed if a file is not there."""
     root = _root(cli)
     lock = FileLock.acquire(os.path.join(root, LOCK))
-    take_archive_state(OsDisk(), root)  # these changes are not archived, so the archive must begin with a new base
     try:
+        known = {entry.number for entry in entries(OsDisk(), root)}
+        for number in numbers:
+            if number not in known:
+                hint = "`quire quarantine ls` lists them"
+                raise NotFound("no file in quarantine has this number", hint=hint, number=number)
+        take_archive_state(OsDisk(), root)  # these changes are not archived, so the archive must begin with a new base
         yield root
     finally:
         lock.close()

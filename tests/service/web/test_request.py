@@ -425,3 +425,12 @@ def test_headers_are_sent_with_the_body_unless_it_takes_long() -> None:
         b"HTTP/1.1 204 No Content\r\n\r\n",
         b"closed",
     ]
+
+
+def test_a_link_on_another_site_opens_the_dashboard(anonymous: HttpClient) -> None:
+    """A click in Grafana or a chat showed an error as JSON."""
+    link = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
+    assert anonymous.get("/", **link).status == 200
+    assert anonymous.get("/", **link | {"Sec_Fetch_Dest": "iframe"}).status == 403
+    assert anonymous.get("/", **link | {"Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"}).status == 403
+    assert anonymous.get("/", **link, Origin="https://evil.example").status == 403, "a form that is sent from there"

@@ -10,16 +10,20 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from msgspec.structs import replace
 
 import quire
 from quire.core.settings import StoreSettings, load
+from quire.core.timeline import Gap
 from quire.durable.names import lsm_home, stream_dir
 from quire.manifest.records import JobKind, JobState, RetentionRecord
 from quire.service.web import dashboard_state, database, streams
 from quire.service.web.history import DATABASES, SAMPLES, History
+from quire.service.web.overview import JOBS_MAX
 from quire.service.web.response_cache import Cached
 from quire.service.web.server import WebServer
 from quire.store.store import Store
+from quire.stream.state import Consumer
 from quire.testing.clock import ManualClock
 from tests.service.web.http_client import HttpClient, web_served
 
@@ -357,3 +361,36 @@ def test_databases_are_listed_by_the_page(anonymous: HttpClient, store: Store) -
     rest = anonymous.get(f"/api/databases?prefix=tenant-&limit=3&after={first['after']}&tag=plan%3Dfree").json
     assert [row["name"] for row in rest["databases"]] == ["tenant-3", "tenant-4"]
     assert rest["after"] == ""
+
+
+def test_a_page_of_no_databases_is_a_page_of_all(anonymous: HttpClient, populated: Store) -> None:
+    """It was empty, and named the first database as the last one shown: a client that paged lost it."""
+    page = anonymous.get("/api/databases?limit=0").json
+    assert len(page["databases"]) == len(populated.databases())
+    assert page["after"] == ""
+
+
+def test_the_jobs_of_a_database_are_found_below_newer_ones_of_others(anonymous: HttpClient, store: Store) -> None:
+    """Its page said that there are no jobs yet, once the store had 200 newer ones."""
+    store.create("quiet", "stream")
+    jobs = store.manifest.jobs
+    job_id = jobs.enqueue(JobKind.CHECKPOINT, store.database("quiet").db_id)
+    jobs.cancel(job_id)
+    store.create("busy", "stream")
+    for _ in range(JOBS_MAX):
+        jobs.cancel(jobs.enqueue(JobKind.CHECKPOINT, store.database("busy").db_id))
+    assert [job["job_id"] for job in anonymous.get("/api/databases/quiet").json["jobs"]] == [job_id]
+
+
+def test_figures_of_a_stream_leave_out_the_ids_that_a_takeover_has_skipped(tmp_path: Path) -> None:
+    """The page showed 630 billion records, and a consumer as far behind."""
+    store = quire.open(tmp_path)
+    with closing(store):
+        stream = store.stream("clicks", create=True)
+        stream.append([b"a", b"b", b"c"]).result()
+        info = stream.info()
+    gaps, consumers = (Gap(2, 100),), {"app": Consumer(2, 0)}
+    before = streams.stream_figures(replace(info, gaps=gaps, end_record=100, consumers=consumers))
+    assert (before["records"], before["last_record"], before["consumers"]["app"]["behind"]) == (2, 2, 1)
+    after = streams.stream_figures(replace(info, gaps=gaps, end_record=101, consumers=consumers))
+    assert (after["records"], after["last_record"], after["consumers"]["app"]["behind"]) == (3, 100, 2)

@@ -8,7 +8,8 @@ Rules
   1. A host that is not ours is refused before anything else: a foreign page whose name was pointed at this machine (DNS
      rebinding) must not pass as our own. Our hosts are localhost, every IP address, `service.http_hosts`, and such a name with
      one more label in front, which is a database (W4).
-  2. A page of another origin is refused, whatever it requests; programs, which send no origin, are not.
+  2. A page of another origin is refused, whatever it requests; programs, which send no origin, are not. A link that a user
+     follows there is answered: no page sees the answer, and what changes something is a POST, which has an origin.
   3. The token is accepted in `Authorization` only: not in a URL, which is logged and remembered, and not in a cookie, which a
      browser would add to a foreign page's request.
   4. Without a token: everything through a Unix socket, whose file permissions admit the caller; on loopback reading, unless
@@ -101,7 +102,7 @@ class WebGate:
         origin = headers.get("origin")
         if origin is not None and _site(origin) != host.lower():
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("requests from pages of other sites are not allowed"))
-        if (headers.get("sec-fetch-site") or "none") not in ("none", "same-origin"):
+        if (headers.get("sec-fetch-site") or "none") not in ("none", "same-origin") and not _follows_link(headers):
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("requests from pages of other sites are not allowed"))
 
     def database_label(self, headers: Headers) -> str:
@@ -123,6 +124,11 @@ class WebGate:
         except ValueError:
             return False
         return True  # a browser sends an address only if it connected to that address
+
+
+def _follows_link(headers: Headers) -> bool:
+    """Return whether a browser will show the answer as a page of its own, as after a click on a link."""
+    return headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
 
 
 @lru_cache(maxsize=64)  # few distinct names; bounded because each may be as long as a request's head

@@ -26,7 +26,7 @@ from quire.service.web import overview
 from quire.service.web.catalog_totals import state_name
 from quire.service.web.dashboard_state import FILES_MAX, WatchedStore
 from quire.service.web.metrics import open_kv, open_stream
-from quire.service.web.streams import stream_page
+from quire.service.web.streams import stream_figures, stream_page
 
 SEGMENTS_MAX = 400
 SLOTS_MAX = 4_096
@@ -60,7 +60,7 @@ def database_page(watched: WatchedStore, name: str) -> dict[str, Any]:
     elif info.kind is DbKind.STREAM:
         page["stream"] = stream_page(watched, info.db_id)
         opened = open_stream(watched, info.db_id)
-        page["figures"] = plain(opened.info()) if opened is not None else None
+        page["figures"] = stream_figures(opened.info()) if opened is not None else None
     else:
         files = watched.files(info.db_id, info.kind)
         page["figures"] = plain(kv.stats()) if (kv := open_kv(watched, info.db_id)) is not None else None
@@ -89,8 +89,7 @@ def _snapshots(watched: WatchedStore, db_id: int) -> list[dict[str, Any]]:
 
 def _audit(watched: WatchedStore, db_id: int) -> list[dict[str, Any]]:
     """Return the audit entries of a database, newest first."""
-    entries = watched.manifest.audit(db_id)
-    return [plain(entry) for entry in reversed(entries[-AUDIT_MAX:])]
+    return [plain(entry) for entry in reversed(watched.manifest.audit(db_id, newest=AUDIT_MAX))]
 
 
 # ── page databases ────────────────────────────────────────────────────────────────────────────────────────────────────

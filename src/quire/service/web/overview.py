@@ -32,6 +32,8 @@ DATABASES_MAX = 1_000
 SNAPSHOTS_MAX = 200
 """The newest snapshots of one database in the lineage."""
 JOBS_MAX = 200
+SEARCHED_MAX = 10_000
+"""The newest jobs of the store among which those of one database are looked for."""
 OUTSTANDING_MAX = 500
 
 
@@ -175,9 +177,11 @@ def jobs(watched: WatchedStore, db_id: int = 0) -> dict[str, Any]:
             for (_, job_id), _ in islice(txn.scan(t.JOBS_BY_STATE, state), OUTSTANDING_MAX):
                 if (record := txn.job(job_id)) is not None:
                     by_id[job_id] = Job(job_id, record, txn.get(t.JOB_LEASES, job_id))
-        for key, raw in islice(txn.raw_scan_back(t.JOB_QUEUE), JOBS_MAX):
+        for key, raw in islice(txn.raw_scan_back(t.JOB_QUEUE), SEARCHED_MAX if db_id else JOBS_MAX):
             (job_id,) = t.JOB_QUEUE.key.unpack(key)
-            by_id.setdefault(job_id, Job(job_id, t.JOB_QUEUE.rows.decode(key, raw)))
+            record = t.JOB_QUEUE.rows.decode(key, raw)
+            if not db_id or record.db_id == db_id:
+                by_id.setdefault(job_id, Job(job_id, record))
         total = txn.count(t.JOB_QUEUE)
         names = txn.database_names(job.db_id for job in by_id.values())
     shown = [by_id[job_id] for job_id in sorted(by_id, reverse=True) if not db_id or by_id[job_id].db_id == db_id]

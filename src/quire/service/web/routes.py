@@ -238,7 +238,7 @@ def read_query(text: str) -> dict[str, str]:
 
 
 def _chosen(request: WebRequest, limit: int) -> DatabaseFilterOptions:
-    """Return the filter of a page of databases; `limit` applies unless the query has one."""
+    """Return the filter of a page of databases; `limit` applies unless the query has one; 0 is the maximum."""
     query = request.query
     return {
         "prefix": query.get("prefix", ""),
@@ -246,7 +246,7 @@ def _chosen(request: WebRequest, limit: int) -> DatabaseFilterOptions:
         "tag": query.get("tag", ""),
         "after": query.get("after", ""),
         "sort": query.get("sort", "name"),
-        "limit": request.number("limit", limit, overview.DATABASES_MAX),
+        "limit": request.number("limit", limit, overview.DATABASES_MAX) or overview.DATABASES_MAX,
     }
 
 

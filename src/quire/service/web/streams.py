@@ -10,19 +10,24 @@ Threads: any; pure functions of a `WatchedStore`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import QuireError
 from quire.core.json_values import plain
+from quire.core.timeline import skip_gap
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.manifest.records import DbKind
 from quire.service.web.changes import cut
 from quire.service.web.dashboard_state import FILES_MAX, WatchedStore
 from quire.stream.files import LogFiles
+from quire.stream.gaps import before_records, count_records
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_verify import inspect
+
+if TYPE_CHECKING:
+    from quire.stream.stream import StreamInfo
 
 RECORDS_MAX = 200
 CHUNKS_READ = 4
@@ -33,6 +38,16 @@ TIERS = ("hot", "warm", "remote")
 def stream_page(watched: WatchedStore, stream_id: int) -> dict[str, Any]:
     """Return the part of the page that is specific to streams."""
     return watched.cached.get(("stream", stream_id), lambda: _page(watched, stream_id))
+
+
+def stream_figures(info: StreamInfo) -> dict[str, Any]:
+    """Return the figures of an open stream. Ids that takeovers have skipped count neither as records nor as a lag."""
+    figures: dict[str, Any] = plain(info)
+    figures["records"] = info.records
+    figures["last_record"] = skip_gap(info.gaps, before_records(info.gaps, info.end_record, 1))
+    for name, consumer in info.consumers.items():
+        figures["consumers"][name]["behind"] = count_records(info.gaps, consumer.position, info.end_record)
+    return figures
 
 
 def _page(watched: WatchedStore, stream_id: int) -> dict[str, Any]:

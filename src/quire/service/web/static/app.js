@@ -22,10 +22,19 @@ let drawn = 0;
 
 // ── pages ──
 function pageOf(hash) {
-  if (hash.startsWith("#/db/")) return database(decodeURIComponent(hash.slice(5)));
+  if (hash.startsWith("#/db/")) return database(decoded(hash.slice(5)));
   if (hash.startsWith("#/databases?")) return databases(hash.slice(12));
-  if (hash.startsWith("#/why/")) return why(decodeURIComponent(hash.slice(6)));
+  if (hash.startsWith("#/why/")) return why(decoded(hash.slice(6)));
   return (MENU.find(([at]) => at === (hash || "#/")) || MENU[0])[1];
+}
+
+// Of an address that somebody typed: a lone % is taken as it stands.
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
 }
 
 async function load() {
@@ -61,10 +70,18 @@ function redraw() {
   drawn = performance.now();
   const key = content.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   const sideways = content.querySelector("[data-key=lineage-scroll]")?.scrollLeft;
-  content.replaceChildren(...page.draw(data, ui).flat().filter(Boolean));
+  replaceOthers(page.draw(data, ui).flat().filter(Boolean));
   if (sideways !== undefined) content.querySelector("[data-key=lineage-scroll]")?.scrollTo({ left: sideways });
-  if (key) content.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+  if (key && !content.contains(document.activeElement)) content.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
   content.dataset.page = page.title;
+}
+
+// A form that a page draws again stays where it is, with what is typed in it, the caret and an open list.
+function replaceOthers(nodes) {
+  for (const child of [...content.childNodes]) if (!nodes.includes(child)) child.remove();
+  nodes.forEach((node, at) => {
+    if (content.childNodes[at] !== node) content.insertBefore(node, content.childNodes[at] || null);
+  });
 }
 
 function tellFailure(failure) {
@@ -129,6 +146,7 @@ function onEvent(name, told) {
 }
 
 function state(now) {
+  if (find("live").dataset.state === now) return; // a screen reader would announce it with every event
   find("live").dataset.state = now;
   find("live").lastElementChild.textContent = now;
 }

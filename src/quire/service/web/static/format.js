@@ -12,7 +12,8 @@ export function bytes(count) {
   return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${UNITS[unit]}`;
 }
 
-export const number = (value) => Number(value).toLocaleString("en");
+// Beyond 2^53 a number arrives as text, which must not be rounded either.
+export const number = (value) => (typeof value === "string" ? BigInt(value) : Number(value)).toLocaleString("en");
 export const words = (name) => String(name).replaceAll("_", " ");
 export const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 

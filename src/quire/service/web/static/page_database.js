@@ -1,7 +1,7 @@
 // One database: its WAL, readers, chunks, snapshots, jobs, and what keeps it.
 
 import { h, card, chip, legend, table, tiles, wide } from "./dom.js";
-import { ago, bytes, dbLink, moment, number, plural, snapshotName, words } from "./format.js";
+import { ago, bytes, dbLink, moment, number, plural, snapshotName, span, words } from "./format.js";
 import { chains, chunkMap, parts, retentionLine, segmentLanes, statesOverTime, WAL_STATES } from "./charts.js";
 import { jobTable, tierParts } from "./pages.js";
 import { holders, whyLink } from "./page_why.js";
@@ -48,9 +48,9 @@ function figures(data) {
 
 function streamFigures({ figures: open }) {
   if (!open) return [["Records", "–", "not open"]];
-  const lag = Math.max(0, ...Object.values(open.consumers).map((each) => open.end_record - each.position));
+  const lag = Math.max(0, ...Object.values(open.consumers).map((each) => each.behind));
   return [
-    ["Records", number(open.end_record - open.first_record), `${number(open.first_record)} to ${number(open.end_record - 1)}`],
+    ["Records", number(open.records), open.records ? `${number(open.first_record)} to ${number(open.last_record)}` : "none"],
     ["Hot", bytes(open.hot_bytes), plural(open.hot_segments, "segment")], ["Warm", bytes(open.warm_bytes), plural(open.warm_segments, "segment")],
     ["Remote", bytes(open.remote_bytes), plural(open.remote_segments, "segment")],
     ["Consumers", number(Object.keys(open.consumers).length), lag ? `${number(lag)} records behind` : "all are up to date"]];
@@ -106,7 +106,7 @@ const keyValue = (data) => [
 ];
 
 const consumers = ({ figures: open }) => open && wide(card("Consumers", "how far each has read", table(["name", ">next record", ">behind"],
-  Object.entries(open.consumers).map(([name, each]) => [name, number(each.position), number(Math.max(0, open.end_record - each.position))]), "No consumers registered.")));
+  Object.entries(open.consumers).map(([name, each]) => [name, number(each.position), number(each.behind)]), "No consumers registered.")));
 
 // With very many files, only some are counted.
 const atLeast = (data, said) => (data.files_at_least ? `at least ${said}` : said);
@@ -116,7 +116,7 @@ const files = (data) => card("Files", atLeast(data, plural(data.files.length + d
 function policy(rules) {
   if (!rules) return "no policy; everything is kept";
   const said = ["keep_last", "keep_generations", "hourly", "daily", "weekly"].filter((each) => rules[each]).map((each) => `${words(each)} ${rules[each]}`);
-  if (rules.keep_seconds) said.push(`younger than ${number(rules.keep_seconds)} s`);
+  if (rules.keep_seconds) said.push(`younger than ${span(rules.keep_seconds * 1000)}`);
   if (rules.schedules.length) said.push(`creates ${rules.schedules.join(", ")}`);
   return said.join(", ") || "no rules; everything is kept";
 }

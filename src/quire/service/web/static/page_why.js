@@ -5,45 +5,49 @@ import { bytes, dbLink, number, plural, words } from "./format.js";
 import { get } from "./api.js";
 
 const EXAMPLES = [["a database", "shop"], ["a file of the store", "pages/00000001/wal/00000001.seg"], ["an object's key", "00000001/00000000/base:00000001"]];
-let typed = "";
 
 export const whyLink = (subject) => `#/why/${encodeURIComponent(subject)}`;
 
-export const why = (subject = "") => ({
-  title: "Why",
-  async load() {
-    const whole = await get("/api/overview");
-    const names = whole.databases.map((each) => each.name);
-    if (!subject) return { names, answer: null, problem: "" };
-    try {
-      return { names, answer: await get(`/api/why?subject=${encodeURIComponent(subject)}`), problem: "" };
-    } catch (failure) {
-      if (![400, 404].includes(failure.status)) throw failure;
-      return { names, answer: null, problem: [failure.message, failure.hint].filter(Boolean).join("; ") };
-    }
-  },
-  draw(data) {
-    return [
-      h("div", { class: "head" }, h("h1", {}, "Why"), h("span", { class: "muted" }, "explains why data is retained and how to free it; on the command line: quire why")),
-      box(subject, data.names),
-      data.problem && h("section", { class: "card" }, h("p", { class: "bad" }, data.problem)),
-      data.answer ? found(data.answer) : !data.problem && hints(data.names),
-    ];
-  },
-});
+export const why = (subject = "") => {
+  let box = null; // kept, so that a live update does not take away what is typed
+  return {
+    title: "Why",
+    async load() {
+      const whole = await get("/api/overview");
+      const names = whole.databases.map((each) => each.name);
+      if (!subject) return { names, answer: null, problem: "" };
+      try {
+        return { names, answer: await get(`/api/why?subject=${encodeURIComponent(subject)}`), problem: "" };
+      } catch (failure) {
+        if (![400, 404].includes(failure.status)) throw failure;
+        return { names, answer: null, problem: [failure.message, failure.hint].filter(Boolean).join("; ") };
+      }
+    },
+    draw(data) {
+      box ||= askingBox(subject);
+      box.querySelector("datalist").replaceChildren(...data.names.map((each) => h("option", { value: each })));
+      return [
+        h("div", { class: "head" }, h("h1", {}, "Why"), h("span", { class: "muted" }, "explains why data is retained and how to free it; on the command line: quire why")),
+        box,
+        data.problem && h("section", { class: "card" }, h("p", { class: "bad" }, data.problem)),
+        data.answer ? found(data.answer) : !data.problem && hints(data.names),
+      ];
+    },
+  };
+};
 
-function box(subject, names) {
+function askingBox(subject) {
   const field = h("input", {
-    name: "subject", "data-key": "why-subject", value: typed || subject, list: "subjects", autocomplete: "off", spellcheck: "false", "aria-label": "Subject",
-    placeholder: "a database, a file of the store, or an object's key", oninput: (event) => { typed = event.target.value; },
-    onfocus: (event) => event.target.setSelectionRange(event.target.value.length, event.target.value.length),
+    name: "subject", "data-key": "why-subject", value: subject, list: "subjects", autocomplete: "off", spellcheck: "false", "aria-label": "Subject",
+    placeholder: "a database, a file of the store, or an object's key",
   });
   const ask = (event) => {
     event.preventDefault();
-    typed = "";
-    location.hash = field.value.trim() ? whyLink(field.value.trim()) : "#/why";
+    const wanted = field.value.trim();
+    event.target.reset(); // the form of this address, for "back"
+    location.hash = wanted ? whyLink(wanted) : "#/why";
   };
-  return h("form", { class: "card ask", role: "search", onsubmit: ask }, field, h("datalist", { id: "subjects" }, names.map((each) => h("option", { value: each }))), h("button", { type: "submit", class: "main", "data-key": "why-ask" }, "Explain"));
+  return h("form", { class: "card ask", role: "search", onsubmit: ask }, field, h("datalist", { id: "subjects" }), h("button", { type: "submit", class: "main", "data-key": "why-ask" }, "Explain"));
 }
 
 function hints(names) {

@@ -73,7 +73,6 @@ function databaseRow(each, ui) {
 const KINDS = [["", "all kinds"], ["pages", "pages"], ["stream", "stream"], ["lsm", "key-value"]];
 const SORTS = [["name", "by name"], ["written", "last change first"], ["size", "largest first"]];
 const FIELDS = ["prefix", "kind", "tag", "sort", "after"];
-const typed = new Map(); // what was typed and not yet asked for, which a live update must not take away
 
 const databasesLink = (asked) => {
   const query = new URLSearchParams(FIELDS.filter((field) => asked[field]).map((field) => [field, asked[field]]));
@@ -82,6 +81,7 @@ const databasesLink = (asked) => {
 
 export const databases = (query = "") => {
   const asked = Object.fromEntries(new URLSearchParams(query));
+  let box = null; // kept, so that a live update does not take away what is typed
   return {
     title: "Databases",
     async load() {
@@ -95,7 +95,7 @@ export const databases = (query = "") => {
     draw(data, ui) {
       return [
         h("div", { class: "head" }, h("h1", {}, "Databases"), h("span", { class: "muted" }, "on the command line: quire ls")),
-        filterBox(asked),
+        (box ||= filterBox(asked)),
         data.problem && h("section", { class: "card" }, h("p", { class: "bad" }, data.problem)),
         !data.problem && h("section", { class: "card" }, table(
           ["name", "kind", ">size", ">on disk", ">WAL", ">WAL pages", ">floor", ">readers", ">snapshots", "parent", ">"],
@@ -110,15 +110,13 @@ export const databases = (query = "") => {
 };
 
 function filterBox(asked) {
-  const keep = (event) => typed.set(event.target.name, event.target.value);
-  const value = (name) => typed.get(name) ?? asked[name] ?? "";
-  const field = (name, placeholder) => h("input", { name, placeholder, value: value(name), "data-key": `filter-${name}`, "aria-label": placeholder, autocomplete: "off", spellcheck: "false", oninput: keep });
+  const field = (name, placeholder) => h("input", { name, placeholder, value: asked[name], "data-key": `filter-${name}`, "aria-label": placeholder, autocomplete: "off", spellcheck: "false" });
   const choice = (name, label, all) => h("select", { name, "data-key": `filter-${name}`, "aria-label": label, onchange: (event) => event.target.form.requestSubmit() },
     all.map(([key, text]) => h("option", { value: key, selected: key === (asked[name] || all[0][0]) }, text)));
   const ask = (event) => {
     event.preventDefault();
     const given = Object.fromEntries(new FormData(event.target));
-    typed.clear();
+    event.target.reset(); // the form of this address, for "back"
     location.hash = databasesLink({ ...given, prefix: given.prefix.trim(), tag: given.tag.trim(), sort: given.sort === "name" ? "" : given.sort });
   };
   return h("form", { class: "card ask", role: "search", onsubmit: ask }, field("prefix", "prefix, or tenant-*"), field("tag", "tag, or tag=value"),
@@ -138,7 +136,7 @@ export const lineage = {
   draw(data) {
     return [
       h("div", { class: "head" }, h("h1", {}, "Lineage"), h("span", { class: "muted" }, "database lineage: one lane per database, one ring per snapshot, one curve per fork")),
-      data.left_out ? h("p", { class: "muted" }, `${number(data.left_out)} more; quire tree --after NAME lists them`) : null,
+      data.left_out ? h("p", { class: "muted" }, `${number(data.left_out)} more: quire tree --limit 0 shows all`) : null,
       h("section", { class: "card" }, data.databases.length ? drawLineage(data.databases) : h("p", { class: "muted" }, "No databases yet.")),
     ];
   },
