@@ -67,16 +67,6 @@ def leftovers_of_rebuilds_are_kept() -> None:
     _patch.setattr(Standby, "_remove", lambda *_: None)
 
 
-def epochs_are_claimed_twice() -> None:
-    claim = standby_module.claim_epoch
-
-    def claim_always(*given: Any) -> bool:
-        claim(*given)
-        return True
-
-    _patch.setattr(standby_module, "claim_epoch", claim_always)
-
-
 def promotions_leave_out_what_the_owner_writes_meanwhile() -> None:
     seal = standby_module.seal
 
@@ -96,7 +86,6 @@ def promotions_leave_out_what_the_owner_writes_meanwhile() -> None:
         positions_are_saved_before_objects_are_applied,
         rebuilds_do_not_count_as_swaps,
         leftovers_of_rebuilds_are_kept,
-        epochs_are_claimed_twice,
         promotions_leave_out_what_the_owner_writes_meanwhile,
     ],
     ids=lambda plant: plant.__name__,

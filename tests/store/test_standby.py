@@ -364,6 +364,31 @@ def test_of_two_standbys_one_is_promoted_and_the_other_follows_it(tmp_path: Path
             assert contents(store) == expected
 
 
+@pytest.mark.parametrize("step", ["standby.promoting", "objects.ownership.recorded"])
+def test_a_promotion_that_died_before_its_claim_is_refused_if_another_owner_has_taken_the_epoch(
+    tmp_path: Path, step: str
+) -> None:
+    """Hazard: the other owner's first session is forgotten when it is opened again. The promotion then created that session for
+    itself, and deposed the owner without `discard`: what it had acknowledged was lost."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        polled(archived)
+        kill(archived.store)
+        with armed(step, "1*raise:EIO"), pytest.raises(OSError, match="failpoint"):
+            promote(tmp_path / "standby")
+        archived.restore("restored", takeover=True)
+        with archived.open(tmp_path / "restored") as owner:
+            fill(owner, 20)
+            owner.archive.wait(WAIT)  # type: ignore[union-attr]
+            with pytest.raises(StoreFenced, match="epoch 2"):
+                promote(tmp_path / "standby")
+            fill(owner, 40)
+            owner.archive.wait(WAIT)  # type: ignore[union-attr]
+            expected = contents(owner)
+        polled(archived)
+    assert promoted_contents(tmp_path / "standby") == expected
+
+
 def test_of_two_concurrent_promotions_one_becomes_the_owner(tmp_path: Path) -> None:
     """Both have chosen the same epoch before either has claimed it."""
     with archived_store(tmp_path) as archived:

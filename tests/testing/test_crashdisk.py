@@ -113,6 +113,19 @@ def test_a_removed_file_may_reappear_until_the_directory_is_synced(disk: CrashDi
     assert list(trees(disk, tmp_path / "synced")) == [{}]
 
 
+def test_two_names_that_a_file_had_before_remain_one_file(disk: CrashDisk, tmp_path: Path) -> None:
+    """Hazard: a crash left the old bytes under one of the names."""
+    write_new(disk, disk.path("a"), b"1")
+    disk.link(disk.path("a"), disk.path("b"))
+    later = CrashDisk(disk.root)
+    with later.open(later.path("a")) as file:
+        file.write_at(b"2", 0)
+        file.sync()
+    crashed = later.crash(str(tmp_path / "after"), drop_all)
+    assert read_all(crashed, crashed.path("b")) == b"2"
+    assert os.path.samefile(crashed.path("a"), crashed.path("b"))
+
+
 def test_two_names_of_a_file_remain_one_file(disk: CrashDisk, tmp_path: Path) -> None:
     write_new(disk, disk.path("a"), b"1")
     disk.link(disk.path("a"), disk.path("b"))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -130,12 +131,8 @@ def restore(
             raise InvalidInput("a restored backup is a separate store", hint="restore it without --takeover", url=url)
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
-            try:
+            with _beginning_again(bucket, point, is_newest=at_ms is None and epoch is None):
                 digest, count, size = replay_point(bucket, point, replay, progress)
-            except ObjectNotFound:  # trimmed meanwhile, if there is a newer base
-                if at_ms is None and epoch is None and point_at(bucket, point.store_id).base != point.base:
-                    raise _NewerBase from None
-                raise
             given_up: Position | None = None
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
@@ -184,6 +181,17 @@ def _empty(disk: Disk, root: str) -> None:
 
 class _NewerBase(Exception):
     """A base was completed while an older log was replayed: by the owner, after a break of its chain, or by its successor."""
+
+
+@contextmanager
+def _beginning_again(bucket: ObjectStore, point: RestorePoint, *, is_newest: bool) -> Iterator[None]:
+    """Raise `_NewerBase` if an object is missing because the owner has trimmed it, and has a newer base."""
+    try:
+        yield
+    except ObjectNotFound:
+        if is_newest and point_at(bucket, point.store_id).base != point.base:
+            raise _NewerBase from None
+        raise
 
 
 def _result(

@@ -129,7 +129,7 @@ class CrashDisk(DiskLayer):
         self._lock = threading.RLock()
         self._changes: list[list[_Edit]] = []
         os.makedirs(self.root, exist_ok=True)
-        self._tree = _load(self.root)
+        self._tree = _load(self.root, {})
 
     def path(self, *parts: str) -> str:
         """Return an absolute path below the root."""
@@ -392,16 +392,18 @@ def _notice_mapped(inode: _Inode) -> None:
             inode.pending.append(_Write(start + first, sector[first:last]))
 
 
-def _load(path: str) -> _Directory:
+def _load(path: str, loaded: dict[int, _Inode]) -> _Directory:
     directory = _Directory()
     with os.scandir(path) as entries:
         for entry in entries:
             node: _Node
             if entry.is_dir(follow_symlinks=False):
-                node = _load(entry.path)
+                node = _load(entry.path, loaded)
+            elif (number := entry.inode()) in loaded:  # another name of the same file
+                node = loaded[number]
             else:
                 with OsDisk().open(entry.path, write=False) as file:
-                    node = _Inode(durable=bytearray(file.read_at(file.size(), 0)), real=entry.path)
+                    node = loaded[number] = _Inode(durable=bytearray(file.read_at(file.size(), 0)), real=entry.path)
             directory.durable[entry.name] = directory.live[entry.name] = node
     return directory
 

@@ -172,9 +172,16 @@ class Death:
             self._lose_power = partial(lose_power, self._faulty_disk, self._crash_disk, store, after, self._choose)
 
     def endanger_standby(self, after: str) -> None:
-        """The same for the standby whose disk this is."""
+        """The same for the standby whose disk this is, if this thread, which follows or promotes it, reaches the failpoint. In
+        another thread it is a kill: this one could still commit rows whose files are lost."""
+        thread = threading.get_ident()
+
+        def lose() -> None:
+            if threading.get_ident() == thread:
+                lose_power_of_standby(self._faulty_disk, self._crash_disk, after, self._choose)
+
         if self._fate is not None and self._fate.by_power_loss:
-            self._lose_power = partial(lose_power_of_standby, self._faulty_disk, self._crash_disk, after, self._choose)
+            self._lose_power = lose
 
     def stop(self) -> None:
         """Wait for the end if it has begun in another thread: what this thread observes meanwhile counts no more."""

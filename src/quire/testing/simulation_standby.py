@@ -438,7 +438,7 @@ def promote_one(
     for other in others:
         with Standby(bucket, other, clock=clock) as standby:
             standby.poll()
-    threads = [threading.Thread(target=promote, args=(other, None)) for other in others]
+    threads = [threading.Thread(target=promote, args=(other, None), name="quire-simulation-rival") for other in others]
     with armed("standby.promoting", meet) if rival is not None else nullcontext():
         for thread in threads:
             thread.start()
