@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from quire.archive import sealing
 from quire.archive.replay import Replay
 from quire.archive.state_files import StandbyState
 from quire.store import standby as standby_module
@@ -68,7 +69,7 @@ def leftovers_of_rebuilds_are_kept() -> None:
 
 
 def promotions_leave_out_what_the_owner_writes_meanwhile() -> None:
-    seal = standby_module.seal
+    seal = sealing.seal
 
     def seal_only(*given: Any, **options: Any) -> Any:
         return seal(*given, **{**options, "overtaken": None})

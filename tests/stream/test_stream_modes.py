@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from quire.core.errors import DiskFull, ManifestIntegrityError, ObjectNotFound, ObjectStoreUnavailable, StoreUnusable
 from quire.durable.failpoints import armed
+from quire.manifest import tables as t
 from quire.objects.api import list_objects
 from quire.stream.mlog_modes import Divergence, Mode, compare
 from quire.stream.mlog_records import CompressionDone, CompressionStarted, UploadDone, UploadStarted
@@ -198,6 +199,24 @@ def test_timestamps_never_decrease_in_any_mode(harness: StreamHarness, mode: str
     stamps = [record.timestamp_ms for record in records]
     assert stamps == sorted(stamps)
     assert harness.stream.seek(stamps[-1]) == next(record.id for record in records if record.timestamp_ms == stamps[-1])
+
+
+def test_timestamps_never_decrease_if_the_clock_moves_back_before_a_segment_is_sealed(harness: StreamHarness) -> None:
+    """Hazard: LMDB had the manifest's time of the seal, before that of the segment's records."""
+    harness.clock.jump(3_600)
+    harness.stream.append(b"one").result()
+    harness.clock.jump(-3_600)
+    harness.crash("on")  # seals the segment
+    switched(harness, "off")
+    harness.stream.append(b"two").result()
+    harness.crash("off")
+    harness.stream.append(b"three").result()
+    stamps = [record.timestamp_ms for record in harness.stream.read()]
+    assert stamps == sorted(stamps)
+    assert harness.stream.seek(stamps[0]) == 1
+    with harness.manifest.read() as txn:
+        rows = [row.sealed_at_ms for _, row in txn.scan(t.WAL_CATALOG)]
+    assert min(rows) >= stamps[0], "readers in other processes search by these"
 
 
 def switched(harness: StreamHarness, mode: str) -> None:

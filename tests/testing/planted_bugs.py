@@ -21,6 +21,7 @@ from quire.lsm import recovery as kv_recovery
 from quire.lsm.projection import KvProjection
 from quire.manifest import rows
 from quire.stream import recovery as stream_recovery
+from quire.stream.group_commit import AppendRound
 from quire.stream.hot import HotLog
 from quire.testing.crashdisk import CrashFile
 from quire.testing.faults import Fault
@@ -80,9 +81,10 @@ def a_damaged_end_is_mistaken_for_a_torn_one() -> None:
 
 # ── rejected writes ────────────────────────────────────────────────────────────────────────────────────────────────────
 def rejected_appends_are_written_later() -> None:
-    _patch.setattr(
-        HotLog, "until", lambda log, upto, turn: log._group.until(upto, turn)
-    )  # rejected records stay pending
+    def wait_only(log: HotLog, upto: int, append_round: AppendRound) -> None:  # rejected records stay pending
+        log._group.wait_durable(upto, append_round)
+
+    _patch.setattr(HotLog, "wait_durable", wait_only)
 
 
 # ── rows that control deletion ────────────────────────────────────────────────────────────────────────────────────────

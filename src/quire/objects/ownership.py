@@ -455,7 +455,7 @@ def claim_epoch(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch:
     hit("objects.ownership.created")
     # The name is free also if another owner has begun the epoch since the claim was recorded, and was opened again: it has then
     # replaced its first session by a later one.
-    return newest_owner(store, store_id, start_after=key) is None
+    return newest_owner(store, store_id, start_after=owner_key(store_id, epoch, 1)) is None
 
 
 def _put_session(store: ObjectStore, record: OwnerFile, now_ms: int) -> bytes:

@@ -378,7 +378,11 @@ class StatementRunner:
         self.changes = lambda: changes() if total_changes() != before else 0
         if not self._counts_from_reset:  # once: each time, SQLite compiles all cached statements again
             # Innocuous, as SQLite's own functions are: views and triggers may call them.
-            for name, count in (("changes", lambda: self.changes()), ("total_changes", lambda: self.total_changes())):
+            counts: tuple[tuple[str, Callable[..., int]], ...] = (
+                ("changes", lambda: self.changes()),
+                ("total_changes", lambda: self.total_changes()),
+            )
+            for name, count in counts:
                 self.connection.create_scalar_function(name, count, 0, flags=apsw.SQLITE_INNOCUOUS)
             self._counts_from_reset = True
 

@@ -112,6 +112,7 @@ class StreamProjection:
                     WalFormat.APPEND_ONLY,
                     Residency.LOCAL,
                     segment.crc64,
+                    sealed_at_ms=segment.sealed_ms,
                 )
             )
         residency, suffix = _residency(segment), _suffix(segment)

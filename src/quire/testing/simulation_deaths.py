@@ -19,7 +19,9 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -104,6 +106,8 @@ PROBABILITY = 0.7
 """Of a life to die at a failpoint, if it reaches that."""
 FREQUENT = ("archive.cut.", "archive.log.", "archive.replay.", "standby.applied", "standby.noted")
 """Beginnings of the names of points that lives reach many times."""
+RARE = "archive.abandoned."
+"""Beginning of the names of points that few lives reach more than once."""
 HITS, FREQUENT_HITS = (1, 1, 1, 2, 3), (1, 2, 5, 10, 25, 60)
 
 
@@ -128,6 +132,8 @@ def draw_fate(draw: random.Random, points: Collection[str], groups: Sequence[tup
         return None
     point = draw.choice(draw.choice(candidates))
     hits = draw.choice(FREQUENT_HITS if point.startswith(FREQUENT) else HITS)
+    if point.startswith(RARE):
+        hits = 1
     return Fate(point, hits, draw.random() < 0.4)
 
 
@@ -253,8 +259,18 @@ def take_what_is_left(directory: str, after: str) -> None:
             shutil.copyfile(source, rows)
         elif os.path.exists(rows):  # as it was when the crash disk was made
             os.remove(rows)
-    shutil.rmtree(directory)
+    remove_directory(directory)
     os.rename(after, directory)
+
+
+def remove_directory(directory: str) -> None:
+    """Remove the directory of a killed process. Its probe of the manifest, a process of its own (`manifest/probe.py`), may
+    outlive it for a moment, and create a file meanwhile."""
+    for _ in range(100):
+        with suppress(OSError):
+            return shutil.rmtree(directory)
+        time.sleep(0.1)
+    raise TimeoutError(f"{directory} cannot be removed")
 
 
 def draw_chooser(draw: random.Random) -> Chooser:

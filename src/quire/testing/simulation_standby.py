@@ -195,7 +195,7 @@ def _last_session(report: object, is_killed: bool) -> Session:
     return session
 
 
-def _follow(order: Order, after: str, _: Report) -> Session:
+def _follow(order: Order, after: str, _report: Report) -> Session:
     """Follow the bucket. A promotion that died, and was followed by a takeover of another directory, is given up first."""
     session = Session()
     death = Death(order.fate, random.Random(f"death {order.seed}"))

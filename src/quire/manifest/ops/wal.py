@@ -97,6 +97,8 @@ class AppendWalChunk(Op, frozen=True, tag=41):
     first_page: UInt = 0
     last_page: UInt = 0
     """`first_page` and `last_page`: the lowest and highest page that it has versions of; both 0 for a stream's segment."""
+    sealed_at_ms: UInt = 0
+    """0: the time of the batch. A stream has a clock of its own, which never goes back: searches by time rely on it."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
@@ -119,7 +121,7 @@ class AppendWalChunk(Op, frozen=True, tag=41):
         sealed = replace(
             row,
             state=WalState.SEALED,
-            sealed_at_ms=at_ms,
+            sealed_at_ms=self.sealed_at_ms or at_ms,
             first_lsn=self.first_lsn,
             last_lsn=u64("last_lsn", self.last_lsn),
             used_bytes=self.used_bytes,
