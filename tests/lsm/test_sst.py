@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew, InternalError, StorageFault
 from quire.core.limits import MIB
+from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
+from quire.durable.names import TEMPORARY
 from quire.lsm import sst_format as fmt
 from quire.lsm.block_cache import BlockCache
 from quire.lsm.sst_reader import SSTable
@@ -167,7 +169,7 @@ def test_a_newer_table_is_reported_as_a_newer_version(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO, Fault.SHORT_WRITE])
 def test_a_table_that_cannot_be_written_leaves_no_file(tmp_path: Path, fault: Fault) -> None:
-    for disk in each_fault(OsDisk, fault, path="*.sst"):
+    for disk in each_fault(OsDisk, fault, path="*.sst*"):
         writer = TableWriter(1, options=SMALL)
         writer.add(batch_of(numbered(50)))
         path = f"{tmp_path}/1.sst"
@@ -181,6 +183,18 @@ def test_a_table_that_cannot_be_written_leaves_no_file(tmp_path: Path, fault: Fa
 
 
 # ── cache and files ───────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_table_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
+    """Hazard: a base of the archive that was read meanwhile uploaded the unfinished file under the name of the table."""
+    path = tmp_path / "1.sst"
+    seen: list[list[str]] = []
+    with armed("lsm.sst.written", lambda _: seen.append([entry.name for entry in tmp_path.iterdir()])):
+        writer = TableWriter(1, options=SMALL)
+        writer.add(batch_of(numbered(100)))
+        writer.write(OsDisk(), str(path))
+    assert seen == [[f"1.sst{TEMPORARY}"]]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["1.sst"]
+
+
 def test_the_cache_stays_within_its_limit(tmp_path: Path) -> None:
     cache: BlockCache = BlockCache(30_000)
     table = make_table(tmp_path, numbered(2000), cache=cache)
