@@ -117,7 +117,8 @@ def restore(
     started = time.monotonic()
     disk, clock, progress = disk or OsDisk(), clock or SystemClock(), progress or no_progress
     at_ms = requested_moment(at, at_ms, now_ms=clock.now_ms())
-    if takeover and (at_ms is not None or epoch is not None):
+    is_newest = at_ms is None and epoch is None
+    if takeover and not is_newest:
         hint = "restore without --takeover, then run `quire takeover --discard`"
         raise InvalidInput("a restore of an earlier state cannot take over directly", hint=hint)
     url = url if "://" in url else os.path.abspath(url)  # a relative path in quire.toml is relative to the store
@@ -131,16 +132,14 @@ def restore(
             raise InvalidInput("a restored backup is a separate store", hint="restore it without --takeover", url=url)
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
-            with _beginning_again(bucket, point, is_newest=at_ms is None and epoch is None):
+            with _beginning_again(bucket, point, is_newest=is_newest):
                 digest, count, size = replay_point(bucket, point, replay, progress)
-            given_up: Position | None = None
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
-                # Objects after a break, or of an owner that completed no base, cannot be restored by any restore.
-                given_up = newest_missing_position(bucket, point.store_id, point.position)
-            home = url
+            # Objects after a break, or of an owner that completed no base, cannot be restored by any restore.
+            given_up = newest_missing_position(bucket, point.store_id, point.position) if takeover else None
+            home = url if index is None else ""
             if index is not None:  # a backup: everything is copied here, and the backup itself is no longer needed
-                home = ""
                 copy_into(url, bucket, point.store_id, index, replay, root, options=options, progress=progress)
             correct_rows(replay, root, home, is_backup=index is not None)
             write_config(disk, root, home, options if index is None else None)
@@ -151,9 +150,7 @@ def restore(
             replay.finish()
         _recover(root, disk, clock, origin)
         if takeover:
-            # Another takeover that came first has continued the log: what it has put is not given up, but refused.
-            discard = given_up == newest_missing_position(bucket, point.store_id, point.position)
-            open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=discard).close()
+            _become_owner(bucket, point, given_up, root, disk, clock)
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
     except _NewerBase:  # once the log is sealed, this does not happen again
         _empty(disk, root)
@@ -162,6 +159,15 @@ def restore(
         )
     finally:
         bucket.close()
+
+
+def _become_owner(
+    bucket: ObjectStore, point: RestorePoint, given_up: Position | None, root: str, disk: Disk, clock: Clock
+) -> None:
+    """Take the store over with the restored directory."""
+    # Another takeover that came first has continued the log: what it has put is not given up, but refused.
+    discard = given_up == newest_missing_position(bucket, point.store_id, point.position)
+    open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=discard).close()
 
 
 def _empty_directory(disk: Disk, directory: str | os.PathLike[str]) -> str:

@@ -32,7 +32,7 @@ ReaderLookup = Callable[[int], list[ReaderInfo]]
 """Returns the readers of a database that have no row in the manifest."""
 
 
-class Version(NamedTuple):
+class PageVersion(NamedTuple):
     """One version of the page. Versions are ordered by age."""
 
     lsn: int
@@ -42,7 +42,7 @@ class Version(NamedTuple):
     """Whether the WAL has it, and its location is known."""
 
 
-class View(NamedTuple):
+class PageView(NamedTuple):
     """What somebody reads of the page's slot."""
 
     chain: Chain
@@ -66,7 +66,7 @@ def explain_page(txn: ReadTxn, subject: str, reader_lookup: ReaderLookup) -> Exp
         pages = 0 if wal is None else wal.size_pages
         raise InvalidInput("the database has no such page", hint="pages are numbered from 0", page=page, pages=pages)
     versions = _Versions(txn, db_id, database, page)
-    holders: dict[Version, list[Holder]] = {version: [] for version in versions.live}
+    holders: dict[PageVersion, list[Holder]] = {version: [] for version in versions.live}
     for version, holder in versions.holders(name, reader_lookup):
         holders.setdefault(version, []).append(holder)
     count = f"{len(holders)} version" + ("" if len(holders) == 1 else "s")
@@ -81,7 +81,7 @@ class _Versions:
         self._txn, self._db_id, self._page = txn, db_id, page
         self._slot = page // database.pages_per_chunk if database.pages_per_chunk else None
         self._frames = [
-            Version(
+            PageVersion(
                 lsn,
                 f"of lsn {lsn}, in WAL segment {row.segment_id}, frame {row.frame_no}{_follows(row.prev_lsn)}",
                 True,
@@ -95,7 +95,7 @@ class _Versions:
         """The versions that the database has, oldest first."""
         self.live += [version for version in self._frames if version.lsn > covered]
 
-    def holders(self, name: str, reader_lookup: ReaderLookup) -> Iterator[tuple[Version, Holder]]:
+    def holders(self, name: str, reader_lookup: ReaderLookup) -> Iterator[tuple[PageVersion, Holder]]:
         """Yield each version with one of its holders. `name` is the database's."""
         if self.live:
             release = f"quire drop {quoted(name)}, or a newer version of the page"
@@ -110,7 +110,7 @@ class _Versions:
                 kept = f"keeps the version {version.where}, until a checkpoint absorbs it"
                 yield version, Holder("database", name, kept, f"quire checkpoint {quoted(name)}")
 
-    def _of_readers(self, reader_lookup: ReaderLookup) -> Iterator[tuple[Version, Holder]]:
+    def _of_readers(self, reader_lookup: ReaderLookup) -> Iterator[tuple[PageVersion, Holder]]:
         readers = [(info.lsn, f"pid {info.pid}" if info.pid else info.reader) for info in reader_lookup(self._db_id)]
         rows = self._txn.scan(t.SNAPSHOT_READERS, self._db_id)
         readers += [(row.snapshot_lsn, str(reader)) for (_, reader), row in rows]
@@ -121,7 +121,7 @@ class _Versions:
                 version = max(readable, key=lambda version: (version.lsn, version in self.live))
                 yield version, Holder("reader", reader, _needs(version), "when it closes, or its lease expires")
 
-    def _of_forks(self) -> Iterator[tuple[Version, Holder]]:
+    def _of_forks(self) -> Iterator[tuple[PageVersion, Holder]]:
         forks = (
             (db_id, row)
             for db_id, row in self._txn.databases()
@@ -137,7 +137,7 @@ class _Versions:
             what = "need a version of the page"
             yield self.live[-1], Holder("forks", f"{left:,} more", what, "`quire tree --all --limit 0` lists them")
 
-    def _shared_with(self, fork_id: int, fork: DbRecord) -> Version | None:
+    def _shared_with(self, fork_id: int, fork: DbRecord) -> PageVersion | None:
         """Return the version that a fork reads, `None` if it has one of its own or no such page."""
         state = self._txn.wal_state(fork_id)
         chain = self._chain_of(fork_id)
@@ -154,17 +154,17 @@ class _Versions:
             for (_, segment_id), row in self._txn.scan(t.WAL_CATALOG, fork_id)
             if row.origin_db_id != fork_id and row.state is not WalState.TRUNCATED
         ]
-        return self._at(View(chain, pins, fork.parent_lsn))
+        return self._at(PageView(chain, pins, fork.parent_lsn))
 
-    def _view_of(self, row: SnapshotRecord) -> View:
+    def _view_of(self, row: SnapshotRecord) -> PageView:
         chain = EMPTY
         if self._slot is not None:
             leaf, offset = place(self._slot)
             keys = [key for key in row.leaves if key[0] == leaf]
             chain = next((chains.get(offset, EMPTY) for _, chains in read_leaves(self._txn, keys)), EMPTY)
-        return View(chain, row.pins, row.anchor_lsn)
+        return PageView(chain, row.pins, row.anchor_lsn)
 
-    def _at(self, view: View) -> Version | None:
+    def _at(self, view: PageView) -> PageVersion | None:
         """Return the version that a view reads; `None` if nothing was written to the page by then."""
         covered = _covered(view.chain)
         for version in reversed(self._frames):
@@ -174,7 +174,7 @@ class _Versions:
         if pinned:
             numbers = " or ".join(f"{pin.segment_id}" for pin in pinned)
             else_chunks = f", or in chunks as of lsn {covered}" if view.chain else ""
-            return Version(
+            return PageVersion(
                 view.upto_lsn, f"as of lsn {view.upto_lsn}, in pinned WAL segment {numbers}{else_chunks}", False
             )
         return _in_chunks(view.chain) if view.chain else None
@@ -194,11 +194,11 @@ def _covered(chain: Chain) -> int:
     return chain[-1].covered_lsn if chain else 0
 
 
-def _in_chunks(chain: Chain) -> Version:
-    return Version(_covered(chain), f"in chunks, as of lsn {_covered(chain)}", False)
+def _in_chunks(chain: Chain) -> PageVersion:
+    return PageVersion(_covered(chain), f"in chunks, as of lsn {_covered(chain)}", False)
 
 
-def _needs(version: Version) -> str:
+def _needs(version: PageVersion) -> str:
     return f"needs the version {version.where}"
 
 

@@ -68,7 +68,15 @@ from quire.testing.simulation_lives import (
     matching_model,
     raise_findings,
 )
-from quire.testing.simulation_standby import Follower, Machine, Rival, Trail, is_promoted, left_behind, promote_one
+from quire.testing.simulation_standby import (
+    Machine,
+    Rival,
+    StandbyFollower,
+    Trail,
+    is_promoted,
+    left_behind,
+    promote_one,
+)
 from quire.testing.simulation_steps import Model, NoReader, StepInterrupted, Steps
 
 WAIT = 60.0
@@ -106,7 +114,7 @@ class ArchivedEnding(Ending):
 
 
 @dataclass(frozen=True)
-class Start:
+class LifeStart:
     """How a life begins."""
 
     seed: str
@@ -161,7 +169,7 @@ class ArchivedSteps(Steps):
         self.archived = archived
         self.is_restorable = is_restorable
         self.report: Callable[[], None] = _ignore
-        self.follower: Follower | None = None
+        self.follower: StandbyFollower | None = None
         self._is_out = False
         """Whether the bucket does not answer."""
 
@@ -342,7 +350,7 @@ def simulate_losses(
             if is_abandoned and is_lost:
                 fate = Fate(UNNAMED_BASE, 1, by_power_loss=draw_abandoned.random() < 0.5)
             machine = Machine(plant) if has_standby else None
-            start = Start(f"{seed}/{number}", number, base, fate, is_lost, is_promoted, machine, points)
+            start = LifeStart(f"{seed}/{number}", number, base, fate, is_lost, is_promoted, machine, points)
             try:
                 last = _life_of(in_mortal_process(partial(_live, start, last, steps, plant)), base, number)
             finally:
@@ -378,7 +386,7 @@ def _after(base: str, number: int) -> str:
 
 # ── a life ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _live(
-    start: Start, before: ArchivedEnding, steps: int, plant: Callable[[], None] | None, report: Report
+    start: LifeStart, before: ArchivedEnding, steps: int, plant: Callable[[], None] | None, report: Report
 ) -> ArchivedEnding:
     draw, clock, fate = random.Random(start.seed), ManualClock(before.now_ms), start.fate
     settings = _draw_settings(draw, start.base)
@@ -404,7 +412,7 @@ def _live(
     return ending
 
 
-def _directory_of(start: Start, before: ArchivedEnding) -> str:
+def _directory_of(start: LifeStart, before: ArchivedEnding) -> str:
     """Return the directory that a life opens, if no other standby is promoted first."""
     if not start.is_lost:
         return before.directory
@@ -427,7 +435,7 @@ def _draw_settings(draw: random.Random, base: str) -> StoreSettings:
 
 
 def _begin(
-    start: Start,
+    start: LifeStart,
     ending: ArchivedEnding,
     settings: StoreSettings,
     clock: ManualClock,
@@ -466,7 +474,7 @@ def _begin(
     archived = [model] if start.is_lost else [*ending.archived, model]
     follower = None
     if ending.standby is not None and start.machine is not None:
-        follower = Follower(ending.standby, start.machine, start.bucket, start.points, start.seed)
+        follower = StandbyFollower(ending.standby, start.machine, start.bucket, start.points, start.seed)
     life = _steps(ending, store, model, clock, draw, 1 + start.number, archived, report, follower)
     ending.is_opened, ending.directory, ending.former = True, here, ()
     life.report()
@@ -486,14 +494,14 @@ def _begin(
     return life
 
 
-def _draw_rival(start: Start) -> Rival | None:
+def _draw_rival(start: LifeStart) -> Rival | None:
     draw = random.Random(f"rival {start.seed}")
     if not start.is_promoted or draw.random() >= RIVALS:
         return None
     return Rival(os.path.join(start.base, f"rival-{start.number}"), is_met=draw.random() < 0.5)
 
 
-def _next_standby(start: Start, standby: Trail | None, model: Model) -> Trail | None:
+def _next_standby(start: LifeStart, standby: Trail | None, model: Model) -> Trail | None:
     """Return the standby that follows the owner. A new one takes the place of one that was promoted."""
     if standby is None:
         return None
@@ -513,7 +521,7 @@ def _steps(
     number: int,
     archived: list[Model],
     report: Report,
-    follower: Follower | None = None,
+    follower: StandbyFollower | None = None,
 ) -> ArchivedSteps:
     """Return the steps of a life, which report what the store and the bucket may hold."""
     steps = ArchivedSteps if follower is None else FollowedSteps
@@ -553,7 +561,7 @@ def _run(ending: ArchivedEnding, life: ArchivedSteps, draw: random.Random, steps
 
 # ── owners that are deposed ───────────────────────────────────────────────────────────────────────────────────────────
 def _depose(
-    start: Start,
+    start: LifeStart,
     ending: ArchivedEnding,
     settings: StoreSettings,
     clock: ManualClock,
@@ -624,7 +632,7 @@ def _fenced_by_claim(is_claimed: bool) -> Iterator[None]:
 
 
 def _take_over(
-    start: Start, here: str, clock: ManualClock, disk: Disk | None, rival: Rival | None, steps: list[str]
+    start: LifeStart, here: str, clock: ManualClock, disk: Disk | None, rival: Rival | None, steps: list[str]
 ) -> str:
     """Restore the bucket with a takeover, or promote the standby. Return the directory of the new owner."""
     if start.is_promoted:

@@ -342,7 +342,7 @@ def _differences(name: str, seen: ModelDatabase, model: Model, *, is_published: 
     return findings
 
 
-class Follower:
+class StandbyFollower:
     """Orders the sessions of a standby during a life of the owner, and compares what was read."""
 
     def __init__(self, trail: Trail, machine: Machine, bucket: str, points: Collection[str], seed: str) -> None:
