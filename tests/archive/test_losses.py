@@ -15,7 +15,7 @@ from quire.archive import base_writer, sealing
 from quire.archive.recorder import RecordedFile, Recorder, write_event
 from quire.archive.uploader import Uploader
 from quire.objects.collector import Collector
-from quire.testing.simulation_deaths import POINTS, UNNAMED_BASE
+from quire.testing.simulation_deaths import OWNER_POINTS, POINTS, RESTORE_POINTS, UNNAMED_BASE
 from quire.testing.simulation_lives import SimulationFailed
 from quire.testing.simulation_losses import simulate_losses
 
@@ -36,8 +36,15 @@ def test_a_short_run_finds_nothing() -> None:
     assert run.deaths == ("archive.log.put", "archive.log.put")  # one killed, one without power
 
 
+@pytest.mark.parametrize("seed", [3, 8])
+def test_a_standby_follows_and_is_promoted(seed: int) -> None:
+    run = simulate_losses(seed, lives=4, steps=10, points=("standby.noted",), standbys=1.0)
+    assert run.promotions > 0
+    assert run.sessions > 0
+
+
 def test_the_simulation_knows_every_failpoint_of_the_archive_and_of_standbys() -> None:
-    """A new failpoint must be added to the simulation, where the test below requires that lives die at it."""
+    """A new failpoint must be added to the simulation. Below, lives must die at each one that is not of standbys."""
     assert sorted(POINTS) == sorted(
         {point for path in SOURCES.rglob("*.py") for point in HIT.findall(path.read_text())}
     )
@@ -45,12 +52,11 @@ def test_the_simulation_knows_every_failpoint_of_the_archive_and_of_standbys() -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [*RESTORE_POINTS, *OWNER_POINTS])
 def test_lives_die_at_every_failpoint_and_nothing_is_found(point: str) -> None:
     deaths: list[str] = []
     for seed in range(POINT_SEEDS):
-        run = simulate_losses(seed, points=(point, *FIRST.get(point, ())), standbys=1.0)
-        deaths += run.deaths + run.standby_deaths
+        deaths += simulate_losses(seed, points=(point, *FIRST.get(point, ()))).deaths
         if point in deaths:
             return
     pytest.fail(f"no life died at {point}")

@@ -117,7 +117,7 @@ def test_show(run: Run, queue: Path) -> None:
 
 @pytest.mark.parametrize("command", ["show", "retry", "cancel"])
 @pytest.mark.parametrize(
-    ("job", "code"), [("99", 3), ("0", 2), ("-1", 2), ("x", 2), (str(2**64), 2), (str(2**64 - 1), 3)]
+    ("job", "code"), [("99", 3), ("0", 2), ("-1", 2), ("x", 2), (str(2**64), 2), (str(2**62 + 1), 2), (str(2**62), 3)]
 )
 def test_an_unknown_job_is_reported(run: Run, queue: Path, command: str, job: str, code: int) -> None:
     result = run("jobs", command, job)

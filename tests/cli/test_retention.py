@@ -86,7 +86,7 @@ def test_set_changes_only_the_named_rules(run: Run, with_snapshots: Path) -> Non
         (["shop", "--schedule", "yearly"], 2, "unknown schedule"),
         (["shop", "--schedule", "daily,daily at 03:00"], 2, "two schedules are of the same kind"),
         (["shop", "--schedule", "daily at 03:00 Mars/Base"], 2, "unknown time zone"),
-        (["shop", "--keep-last", str(2**70)], 2, "a number below"),
+        (["shop", "--keep-last", str(2**70)], 2, "is too large"),
         (["nothing", "--keep-last", "1"], 3, "no database has this name"),
     ],
 )

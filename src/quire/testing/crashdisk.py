@@ -211,17 +211,15 @@ class CrashDisk(DiskLayer):
                 if not isinstance(below, _Directory):
                     raise FileNotFoundError(path)
                 directory = below
-            for edits in self._changes:
+            for number, edits in enumerate(self._changes):
                 # In a rename between directories, the old name is removed durably only after the new one is durable.
                 while edits and edits[0].directory is directory:
-                    self._make_durable(edits.pop(0))
+                    self._make_durable(edits.pop(0), self._changes[:number])
             self._changes = [edits for edits in self._changes if edits]
 
-    def _make_durable(self, edit: _Edit) -> None:
+    def _make_durable(self, edit: _Edit, earlier: list[list[_Edit]]) -> None:
         _apply(edit.directory.durable, edit)
-        for (
-            edits
-        ) in self._changes:  # an earlier removal of this name that waits for the new one must not remove this file
+        for edits in earlier:  # a removal of this name that waits for a new one must not remove this file
             edits[1:] = [held for held in edits[1:] if (held.directory, held.name) != (edit.directory, edit.name)]
 
     def _change(self, *edits: _Edit) -> None:

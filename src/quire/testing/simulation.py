@@ -311,6 +311,13 @@ def main(arguments: list[str] | None = None) -> int:
         help="the store is archived, and dies at failpoints of the archive; lost disks are restored from the bucket",
     )
     parser.add_argument(
+        "--standbys",
+        type=float,
+        default=None,
+        metavar="P",
+        help="with --archive: a standby follows, in this share of the runs",
+    )
+    parser.add_argument(
         "--damage",
         action="append",
         default=[],
@@ -321,7 +328,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.archive and options.damage:
         parser.error("--damage is for stores without an archive")
-    sizes = {name: getattr(options, name) for name in ("lives", "steps") if getattr(options, name) is not None}
+    if options.standbys is not None and not options.archive:
+        parser.error("--standbys needs --archive")
+    sizes = {
+        name: getattr(options, name) for name in ("lives", "steps", "standbys") if getattr(options, name) is not None
+    }
     run: Callable[[int], object] = partial(
         simulate, branches=1.0 if options.damage else 0.5, kinds=options.damage, **sizes
     )
