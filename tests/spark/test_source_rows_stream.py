@@ -246,6 +246,9 @@ def test_a_dropped_fork_without_data_of_its_own_gives_deletes_and_does_not_stop_
     run(store, "shop", "INSERT INTO t VALUES (2)")
     assert query.next() == [("fork", "delete", "1", 1), ("shop", "insert", "2", 2)]
     assert query.next() == []
+    run(store, "shop", "INSERT INTO t VALUES (3)")
+    assert query.next() == [("shop", "insert", "3", 3)]
+    assert query.next() == []
     for _ in range(2):
         clock.advance(100)
         store.maintain()

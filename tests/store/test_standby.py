@@ -385,7 +385,8 @@ def test_a_promotion_that_died_before_its_claim_is_refused_if_another_owner_has_
             fill(owner, 40)
             owner.archive.wait(WAIT)  # type: ignore[union-attr]
             expected = contents(owner)
-        polled(archived)
+        with follow(archived, "standby") as standby:
+            standby.poll()
     assert promoted_contents(tmp_path / "standby") == expected
 
 
