@@ -450,10 +450,13 @@ def test_with_autocommit_off_a_refused_first_statement_leaves_the_transaction_op
 
 @contextmanager
 def interrupting_answers() -> Iterator[None]:
-    """The answers of calls do not arrive before Ctrl-C."""
+    """The answers of calls of this thread do not arrive before Ctrl-C. Those of the server read frames as usual."""
+    caller, frame = threading.get_ident(), FrameReader.frame
 
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
+    def interrupt(reader: FrameReader, *given: Any) -> Any:
+        if threading.get_ident() == caller:
+            raise KeyboardInterrupt
+        return frame(reader, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FrameReader, "frame", interrupt)
