@@ -91,7 +91,7 @@ ABANDONED = 0.2
 """Probability that a life loses its disk, takes over and dies before its first base, and that the next one loses its disk, too:
 nothing of the epoch in between can be restored, so it is abandoned."""
 PROMOTIONS, RIVALS = 0.5, 0.25
-"""Probabilities that a standby follows in a seed, that it is promoted after the loss of a disk, and that a second one is at the
+"""Probabilities that a standby is promoted after the loss of a disk, and that a second one is at the
 same time."""
 
 
