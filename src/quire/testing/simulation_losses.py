@@ -38,11 +38,13 @@ import msgspec
 
 import quire
 from quire.archive.archiver import Archiver
+from quire.archive.log_reader import epochs, log_positions
 from quire.archive.window import abandoned_epochs
 from quire.core.errors import InvalidInput, QuireError, StoreFenced
 from quire.core.settings import ArchiveSettings, StoreSettings
 from quire.durable.failpoints import EVERY, armed
 from quire.durable.files import Disk
+from quire.durable.object_names import owner_prefix
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from quire.testing.simulation_deaths import (
@@ -661,14 +663,24 @@ def _comes_back(directory: str, settings: StoreSettings, clock: ManualClock) -> 
 
 def _is_not_fenced(store: Store) -> list[str]:
     """Return a finding if a deposed owner can archive a change."""
+    archive, refusal = _archive_of(store), ""
+    before = archive.queue.end
     try:
-        store.create("came-back", "lsm")
+        try:
+            store.create("came-back", "lsm")
+        except StoreFenced:
+            raise
+        except QuireError as error:  # the name may be taken, for example
+            refusal = f"{type(error).__name__}: {error}"
+        if archive.queue.end == before:
+            archive.base()  # without a change there is nothing to archive but a base
+        archive.wait(WAIT)
     except StoreFenced:
         return []
-    except QuireError:
-        pass  # the name may be taken, for example
-    try:
-        _archive_of(store).wait(WAIT)
-    except StoreFenced:
-        return []
-    return ["a deposed owner archived something"]
+    with store.manifest.read() as txn:
+        store_id, epoch = txn.store_id(), txn.owner_epoch()
+    end = f"queue {before} to {archive.queue.end}, archived {archive.archived}, create: {refusal or 'done'}"
+    owners = [info.key.split("/", 1)[1] for page in store.objects.list_pages(owner_prefix(store_id)) for info in page]
+    logs = [f"{log_positions(store.objects, store_id, number)[-2:]}" for number in epochs(store.objects, store_id)]
+    where = f"{store.path}, epoch {epoch}, {archive.status()}, {end}, owners {owners}, logs {logs}"
+    return [f"a deposed owner archived something: {where}"]
