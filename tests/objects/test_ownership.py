@@ -19,9 +19,13 @@ from quire.objects.ownership import (
     EPOCHS_PER_TAKEOVER,
     OwnerObject,
     Ownership,
+    OwnerState,
     _owner_text,
+    claim_epoch,
     decode_object,
     encode_object,
+    newer_owner,
+    newest_owner,
     read_file,
     recorded_state,
     refuse_fenced,
@@ -331,23 +335,70 @@ def test_an_implausibly_high_epoch_is_corruption(store: DeletableStore, tmp_path
     assert session.epoch == 1
 
 
-@pytest.mark.parametrize("point", ["epoch_begun", "recorded", "created", "confirmed"])
-def test_an_interrupted_takeover_is_completed_by_the_next_put(
-    store: DeletableStore, tmp_path: Path, point: str
-) -> None:
-    def stop(_: str) -> None:
-        raise Stop
-
+@pytest.mark.parametrize("point", ["recorded", "created", "epoch_begun", "confirmed"])
+def test_an_interrupted_takeover_is_completed_by_another_one(store: DeletableStore, tmp_path: Path, point: str) -> None:
     previous = OwnerSession(tmp_path / "a", store)
     previous.check()
     copy = OwnerSession(copied(tmp_path / "a", tmp_path / "b"), store)
-    with armed(f"objects.ownership.{point}", stop), pytest.raises(Stop):
-        copy.ownership.take_over(copy.begin_epoch)
-    again = OwnerSession(tmp_path / "b", store, epoch=2)
-    again.check()
+    interrupt_takeover(copy, point)
+    disk, root = OsDisk(), str(tmp_path / "b")
+    if copy.epoch == 1:
+        with pytest.raises(StoreFenced, match="interrupted"):
+            refuse_fenced(disk, root, 1)
+        assert recorded_state(disk, root, 1) == OwnerState("fenced", 1, 0, "00000002.00000001")
+        assert newer_owner(store, STORE, 1, disk, root) == "", "its own claim is not another owner"
+        again = OwnerSession(tmp_path / "b", store)
+        assert again.ownership.take_over(again.begin_epoch).epoch == 2
+    else:
+        refuse_fenced(disk, root, 2)
+        again = OwnerSession(tmp_path / "b", store, epoch=2)
+        again.check()
     assert again.state[:2] == ("confirmed", 2)
     with pytest.raises(StoreFenced):
         previous.confirm()
+
+
+@pytest.mark.parametrize("point", ["recorded", "created", "epoch_begun"])
+def test_an_interrupted_takeover_does_not_depose_an_owner_that_it_did_not_see(
+    store: DeletableStore, tmp_path: Path, point: str
+) -> None:
+    OwnerSession(tmp_path / "a", store).check()
+    standby = OwnerSession(tmp_path / "standby", store)
+    assert claim_epoch(store, OsDisk(), str(tmp_path / "standby"), STORE, 2, 0)
+    copy = OwnerSession(copied(tmp_path / "a", tmp_path / "b"), store)
+    interrupt_takeover(copy, point)
+    is_seen = (newest := newest_owner(store, STORE)) is not None and newest[0] == 3
+    if not is_seen:  # nobody can know of the takeover, so it must not have an effect later
+        standby.ownership.take_over(standby.begin_epoch)
+        with pytest.raises(StoreFenced, match="interrupted"):
+            refuse_fenced(OsDisk(), str(tmp_path / "b"), copy.epoch)
+        standby.confirm()
+    assert is_seen == (point != "recorded")
+
+
+def interrupt_takeover(session: OwnerSession, point: str) -> None:
+    def stop(_: str) -> None:
+        raise Stop
+
+    with armed(f"objects.ownership.{point}", stop), pytest.raises(Stop):
+        session.ownership.take_over(session.begin_epoch)
+
+
+def test_of_two_takeovers_at_once_one_has_no_effect(store: DeletableStore, tmp_path: Path) -> None:
+    OwnerSession(tmp_path / "a", store).check()
+    first, second = (OwnerSession(copied(tmp_path / "a", tmp_path / name), store) for name in "bc")
+    calls: list[str] = []
+
+    def overtake(_: str) -> None:
+        calls.append("")
+        if len(calls) == 1:
+            second.ownership.take_over(second.begin_epoch)
+
+    with armed("objects.ownership.recorded", overtake), pytest.raises(StoreFenced, match="same moment"):
+        first.ownership.take_over(first.begin_epoch)
+    assert first.epoch == 1
+    second.confirm()
+    assert first.ownership.take_over(first.begin_epoch).epoch == 3, "a decision, not an accident"
 
 
 def test_a_fenced_directory_stays_fenced_until_a_takeover(store: DeletableStore, tmp_path: Path) -> None:

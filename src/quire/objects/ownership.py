@@ -14,6 +14,11 @@ The state that an interrupted claim leaves on disk and in the bucket, and what t
   created         + its object                         recognises it by its nonce, claims the next number
   confirmed       owner.json has it as confirmed       lists from that session on
 
+A takeover claims the first session of an epoch that the manifest does not have yet (`claim_epoch`), and then begins the epoch:
+  recorded        owner.json is ahead of the manifest  opens only for reading; another takeover claims the same number
+  created         + the epoch's first object           opens only for reading; another takeover continues with the claim
+  epoch_begun     + the epoch in the manifest          recognises the session as its own, claims the next number
+
 Threads: any; the usual check reads two clocks and takes no lock. Formats: docs/formats/owner.md. Raises: `StoreFenced`,
 `StorageFault` for an object store that creates one name twice, `Corruption`, `FormatTooNew`, and what the object store raises:
 if it cannot be reached, `ObjectStoreUnavailable`, and the next put tries again.
@@ -24,7 +29,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -138,6 +143,8 @@ def write_file(disk: Disk, root: str, record: OwnerFile) -> None:
 def recorded_state(disk: Disk, root: str, epoch: int) -> OwnerState:
     """Return the ownership state that the directory records. Readers use it: they do not query the bucket."""
     record = read_file(disk, root)
+    if record is not None and record.epoch > epoch:  # a takeover was interrupted
+        return OwnerState("fenced", epoch, 0, f"{record.epoch:08x}.{record.session:08x}")
     if record is None or record.epoch != epoch:
         return OwnerState("unconfirmed", epoch)
     if record.successor:
@@ -412,9 +419,9 @@ class Ownership:
 
     # ── takeover ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def take_over(self, begin_epoch: Callable[[int], int]) -> OwnerState:
-        """Begin an owner epoch above all in the bucket, and its first session. All previous owners are fenced.
+        """Claim an owner epoch above all in the bucket, begin it, confirm its first session. All previous owners are fenced.
 
-        `begin_epoch(at_least)` begins an epoch in the manifest and returns its number.
+        `begin_epoch(number)` begins the epoch in the manifest and returns its number.
         """
         with self._lock:
             newest = newest_owner(self._place(), self._store_id)
@@ -425,24 +432,29 @@ class Ownership:
                 where = {"epoch": self._epoch, "found": highest, "store": self._place().url}
                 raise Corruption(what, hint=hint, **where)
             claimed = self._claimed(newest)
-            # The manifest first: after a kill here the directory opens in the new epoch and claims a session as usual.
-            self._epoch = begin_epoch(claimed.epoch if claimed is not None else highest + 1)
+            epoch = claimed.epoch if claimed is not None else max(highest, self._epoch) + 1
+            # The bucket first: an epoch that only this directory's manifest has would depose, when the directory is opened
+            # again, an owner that nobody could warn.
+            if not claim_epoch(self._place(), self._disk, self._root, self._store_id, epoch, self._clock.now_ms()):
+                what = f"another directory has claimed owner epoch {epoch} at the same moment"
+                raise StoreFenced(what, hint=TAKE_OVER, path=self._root, epoch=self._epoch)
+            self._epoch = begin_epoch(epoch)
             hit("objects.ownership.epoch_begun")
-            nonce = claimed.nonce if claimed is not None else secrets.token_hex(NONCE_CHARACTERS // 2)
-            self._record = OwnerFile(store_id=self._store_id, epoch=self._epoch, session=1, nonce=nonce)
-            write_file(self._disk, self._root, self._record)
-            hit("objects.ownership.recorded")
+            self._record = read_file(self._disk, self._root)
             self._verify()
         return self.state
 
 
 def claim_epoch(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, now_ms: int) -> bool:
-    """Claim an owner epoch for a directory that is not a store yet, and return whether it succeeded. `take_over` continues
-    with the claimed epoch.
+    """Claim an owner epoch that this directory's manifest does not have yet, and return whether it succeeded. `take_over`
+    continues with the claimed epoch.
 
     The claim is recorded before its object is created: after a kill in between, it is recognised by its nonce.
     """
-    record = read_file(disk, root)
+    try:
+        record = read_file(disk, root)
+    except Corruption:
+        record = None  # a takeover replaces the file
     if record is None or (record.store_id, record.epoch, record.session) != (store_id, epoch, 1) or record.successor:
         nonce = secrets.token_hex(NONCE_CHARACTERS // 2)
         record = OwnerFile(store_id=store_id, epoch=epoch, session=1, nonce=nonce)
@@ -477,29 +489,38 @@ def newest_owner(
     store: ObjectStore, store_id: str, *, start_after: str = ""
 ) -> tuple[int, int, OwnerObject | None] | None:
     """Return (epoch, session, contents) of the newest owner object in a location; `None` if it has none."""
-    last = None
-    for page in store.list_pages(owner_prefix(store_id), start_after=start_after):
-        for info in page:
-            if (name := parse_owner_key(info.key)) is not None:
-                last = (name[1], name[2], info.key)
+    last = max(_owners(store, store_id, start_after), default=None)
     return None if last is None else (last[0], last[1], _read(store, last[2]))
 
 
 def claimed_epochs(store: ObjectStore, store_id: str) -> list[int]:
     """Return the owner epochs that were ever claimed in a location, oldest first."""
-    keys = (info.key for page in store.list_pages(owner_prefix(store_id)) for info in page)
-    return sorted({name[1] for key in keys if (name := parse_owner_key(key)) is not None})
+    return sorted({epoch for epoch, _, _ in _owners(store, store_id)})
 
 
 def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root: str) -> str:
-    """Return a description of the owner that claimed a location after this directory; empty if none did. Claims nothing."""
+    """Return a description of the owner that claimed a location after this directory; empty if none did. Claims nothing.
+
+    What this directory has claimed itself does not count. If it has claimed an epoch that it has not begun, other sessions of
+    its present epoch do not count either: that takeover has decided about them.
+    """
     recorded = read_file(disk, root)
-    recorded = recorded if recorded is not None and recorded.epoch == epoch else None
-    start = owner_key(store_id, epoch, recorded.confirmed if recorded is not None else 0)
-    newest = newest_owner(store, store_id, start_after=start)
-    if newest is None or (recorded is not None and newest[2] is not None and newest[2].nonce == recorded.nonce):
-        return ""
-    return f"{newest[0]:08x}.{newest[1]:08x} ({_owner_text(newest[2])})"
+    seen = 0
+    if recorded is not None and recorded.epoch >= epoch:
+        seen = recorded.confirmed if recorded.epoch == epoch else U32_MAX
+    for newer, session, key in reversed(list(_owners(store, store_id, owner_key(store_id, epoch, seen)))):
+        owner = _read(store, key)
+        if recorded is None or owner is None or owner.nonce != recorded.nonce:
+            return f"{newer:08x}.{session:08x} ({_owner_text(owner)})"
+    return ""
+
+
+def _owners(store: ObjectStore, store_id: str, start_after: str = "") -> Iterator[tuple[int, int, str]]:
+    """Yield (epoch, session, key) of the owner objects in a location, oldest first."""
+    for page in store.list_pages(owner_prefix(store_id), start_after=start_after):
+        for info in page:
+            if (name := parse_owner_key(info.key)) is not None:
+                yield name[1], name[2], info.key
 
 
 def superseded_owner(
@@ -517,10 +538,14 @@ def superseded_owner(
 
 
 def refuse_fenced(disk: Disk, root: str, epoch: int) -> None:
-    """Raise `StoreFenced` if the directory has recorded a successor."""
+    """Raise `StoreFenced` if the directory has recorded a successor, or that it has claimed an epoch that it has not begun."""
     record = read_file(disk, root)
     if record is not None and record.epoch == epoch and record.successor:
         raise superseded_owner(root, epoch, record, record.successor, record.successor_text)
+    if record is not None and record.epoch > epoch:
+        hint = f"`quire takeover` completes it, or `quire promote` if this is a standby; {READ_ONLY_COMMANDS}"
+        what = "a takeover of this directory was interrupted"
+        raise StoreFenced(what, hint=hint, path=root, epoch=epoch, claimed=record.epoch)
 
 
 def _read(store: ObjectStore, key: str) -> OwnerObject | None:

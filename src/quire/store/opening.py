@@ -120,8 +120,8 @@ def _check_object_access(store: Store, *, takeover: bool, discard: bool, moved: 
     if takeover:
         take_over(store, discard=discard)
     elif object_location.needs_owner(store.path, object_location.place_of(store.path, store.settings.object_store)):
+        _refuse_unfinished_clone(store)  # first: it says more
         store.rights.refuse_fenced()
-        _refuse_unfinished_clone(store)
 
 
 def _refuse_unfinished_clone(store: Store) -> None:
