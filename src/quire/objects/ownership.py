@@ -439,6 +439,7 @@ class Ownership:
                 what = f"another directory has claimed owner epoch {epoch} at the same moment"
                 raise StoreFenced(what, hint=TAKE_OVER, path=self._root, epoch=self._epoch)
             self._epoch = begin_epoch(epoch)
+            assert self._epoch == epoch, "the claimed epoch is the one that is begun"
             hit("objects.ownership.epoch_begun")
             self._record = read_file(self._disk, self._root)
             self._verify()

@@ -534,10 +534,12 @@ class Standby:
         return max(newest[0] if newest is not None else 0, *epochs(self._bucket, self._state.store_id))
 
     def _continue(self, discard: bool) -> None:
-        """Check that a promotion that was interrupted still has the highest claim; otherwise give it up."""
-        if (highest := self._highest_epoch()) > self._state.owner_epoch and not discard:
-            self._give_up()
-            raise self._overtaken_by(highest)
+        """Check that a promotion that was interrupted still has the highest claim; otherwise give it up, or claim again."""
+        if (highest := self._highest_epoch()) > self._state.owner_epoch:
+            if not discard:
+                self._give_up()
+                raise self._overtaken_by(highest)
+            self._save(replace(self._state, phase=StandbyPhase.PROMOTING, owner_epoch=highest + 1))
 
     def _give_up(self) -> None:
         self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
@@ -618,15 +620,18 @@ class Standby:
         if self._lock is not None:
             self._lock.close()  # `open_owner` takes it; until then standby.json keeps other processes out
             self._lock = None
+        is_begun = self._has_epoch(state.owner_epoch)
         try:
             with open_owner(
                 self.path,
                 quiet_settings(self._disk, self.path),
                 self._clock,
                 self._disk,
-                takeover=not self._has_epoch(state.owner_epoch),
+                takeover=not is_begun,
                 discard=True,  # whether to give up what the archive has after the seal was decided in `_claim`
             ) as store:
+                if is_begun:  # `_continue` may have looked before another directory took over
+                    store.rights.before_put()
                 hit("standby.taken_over")
                 open_written(store)  # publishes the tail of the WAL: readers see only what is published
         except BaseException:

@@ -44,6 +44,7 @@ from quire.core.errors import InvalidInput, QuireError, StoreFenced
 from quire.core.settings import ArchiveSettings, StoreSettings
 from quire.durable.failpoints import EVERY, armed
 from quire.durable.files import Disk
+from quire.durable.names import MANIFEST
 from quire.durable.object_names import owner_prefix
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -337,22 +338,25 @@ def simulate_losses(
     deaths: list[str] = []
     with tempfile.TemporaryDirectory(prefix="quire-losses-") as base:
         last = ArchivedEnding([{}], START_MS, os.path.join(base, "0"), archived=[{}], is_opened=True)
-        last.standby = Trail(os.path.join(base, "standby-0"), [{}]) if has_standby else None
+        last.standby = Trail(_standby(base, 0), [{}]) if has_standby else None
         for number in range(lives):
             must_lose = is_abandoned or not last.is_opened
             is_abandoned = UNNAMED_BASE in points and draw_abandoned.random() < ABANDONED
             is_lost = number > 0 and (draw.random() < 0.5 or must_lose or is_abandoned) and last.is_restorable
             lost += is_lost
-            is_promoted = is_lost and last.standby is not None and draw_standby.random() < PROMOTIONS
-            promotions += is_promoted
+            promotes = is_lost and last.standby is not None and draw_standby.random() < PROMOTIONS
+            promotions += promotes
+            if is_lost and not promotes and last.standby is not None and is_promoted(last.standby.directory):
+                # The life that promoted it died before it could report that, and is followed by another takeover.
+                last.standby = last.standby.successor(_standby(base, number), last.archived)
             groups = [RESTORE_POINTS, OWNER_POINTS] if is_lost else [OWNER_POINTS]
-            if is_promoted:
+            if promotes:
                 groups = [(*PROMOTION_POINTS, *CLAIM_POINTS), (*RESTORE_POINTS, *FOLLOW_POINTS), OWNER_POINTS]
             fate = draw_fate(random.Random(f"fate {seed}/{number}"), points, groups)
             if is_abandoned and is_lost:
                 fate = Fate(UNNAMED_BASE, 1, by_power_loss=draw_abandoned.random() < 0.5)
             machine = Machine(plant) if has_standby else None
-            start = LifeStart(f"{seed}/{number}", number, base, fate, is_lost, is_promoted, machine, points)
+            start = LifeStart(f"{seed}/{number}", number, base, fate, is_lost, promotes, machine, points)
             try:
                 last = _life_of(in_mortal_process(partial(_live, start, last, steps, plant)), base, number)
             finally:
@@ -384,6 +388,11 @@ def _life_of(ending: Ending, base: str, number: int) -> ArchivedEnding:
 def _after(base: str, number: int) -> str:
     """Return the directory that a loss of power in a life leaves."""
     return os.path.join(base, f"{number}-after")
+
+
+def _standby(base: str, number: int) -> str:
+    """Return the directory of the standby that is new in a life."""
+    return os.path.join(base, f"standby-{number}")
 
 
 # ── a life ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -508,8 +517,7 @@ def _next_standby(start: LifeStart, standby: Trail | None, model: Model) -> Trai
     if standby is None:
         return None
     if is_promoted(standby.directory):
-        new = os.path.join(start.base, f"standby-{start.number}")
-        return Trail(new, [model], sessions=standby.sessions, deaths=standby.deaths)
+        return standby.successor(_standby(start.base, start.number), [model])
     standby.models.append(model)
     return standby
 
@@ -650,6 +658,8 @@ def _archive_of(store: Store) -> Archiver:
 
 def _comes_back(directory: str, settings: StoreSettings, clock: ManualClock) -> list[str]:
     """Open the deposed owner's directory and write: nothing it does may be reported as archived. Return the findings."""
+    if not os.path.exists(os.path.join(directory, MANIFEST)):  # of a standby that died before its first base
+        return []
     try:
         with quire.open(directory, settings=settings, clock=clock) as store:
             return _is_not_fenced(store)

@@ -23,16 +23,19 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import BinaryIO
 
 import quire
+from quire.archive.state_files import read_standby_state
+from quire.archive.window import is_in_window
 from quire.core.errors import ArchiveAhead, QuireError, StoreFenced
 from quire.durable.failpoints import EVERY, armed
-from quire.durable.files import Disk
+from quire.durable.files import Disk, OsDisk
 from quire.durable.names import KEPT, MANIFEST, REPLAYED, STANDBY
 from quire.manifest.check import check
+from quire.objects.open import open_store
 from quire.store import reader_files
 from quire.store.standby import REPLACED, STAGED, Standby
 from quire.store.store import Store
@@ -70,6 +73,8 @@ class Sight:
     refused: list[str]
     """Reads that raised typed errors."""
     findings: list[str]
+    is_behind: bool = False
+    """Whether the standby is behind the window: the owner may have deleted objects that it reads."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,10 @@ def _read_once(directory: str, _: Report) -> Sight:
             sight.findings.extend(
                 f"the manifest breaks a rule: {problem}" for problem in check(txn) if not problem.leak
             )
-        return sight
+    if sight.refused and (state := read_standby_state(OsDisk(), directory)) is not None:
+        with closing(open_store(state.url)) as bucket:
+            sight = replace(sight, is_behind=not is_in_window(bucket, state.store_id, state.position))
+    return sight
 
 
 def _read(store: Store) -> Sight:
@@ -291,20 +299,20 @@ class Trail:
     sessions: int = 0
     deaths: list[str] = field(default_factory=list)
 
+    def successor(self, directory: str, models: list[Model]) -> Trail:
+        """Return the trail of a new standby in place of this one, which was promoted."""
+        return Trail(directory, list(models), sessions=self.sessions, deaths=self.deaths)
+
     def compare(self, sight: Sight, *, is_settled: bool, least: int = 0, is_published: bool = False) -> list[str]:
         """Return how a sight differs from every model that the standby may have: from the one with the number `least` on, if
         it is settled. Then the models before the first that matches cannot occur any more."""
         findings = [*sight.findings, *self._falls(sight)]
         if not is_settled:
-            return findings + [
-                f"{name} reads as it never was"
-                for name, seen in sight.model.items()
-                if all(_differences(name, seen, model) for model in self.models)
-            ]
+            return [*findings, *(text for name, seen in sight.model.items() for text in self._never_was(name, seen))]
         differences: list[list[str]] = []
         for number, model in enumerate(self.models[least:], least):
-            found = list(sight.refused)
-            if set(sight.model) != set(model) and not found:
+            found = [] if sight.is_behind else list(sight.refused)
+            if set(sight.model) != set(model) and not sight.refused:
                 found.append(f"databases are {sorted(sight.model)}, not {sorted(model)}")
             for name, seen in sight.model.items():
                 found += _differences(name, seen, model, is_published=is_published)
@@ -314,6 +322,24 @@ class Trail:
             differences.append(found)
         best = min(differences, key=len)
         return [*findings, f"the standby matches none of {len(differences)} models; the nearest:", *best]
+
+    def _never_was(self, name: str, seen: ModelDatabase) -> list[str]:
+        """Return what no model has of a database, under this name or another one.
+
+        Files are applied before rows: contents may be newer than the name and the list of snapshots.
+        """
+        identities = {model[name].created_as for model in self.models if name in model}
+        known = [database for model in self.models for database in model.values() if database.created_as in identities]
+        differences = [
+            difference(seen.state, state) for one in known if (state := _expected_state(seen, one)) != seen.state
+        ]
+        findings = []
+        if len(differences) == len(known):
+            findings.append(f"{name} reads as it never was: {min(differences, key=len, default='it never existed')}")
+        for snapshot, state in seen.snapshots.items():
+            if not any(one.snapshots.get(snapshot) == state for one in known):
+                findings.append(f"{name}@{snapshot} reads as it never was")
+        return findings
 
     def _falls(self, sight: Sight) -> list[str]:
         """Return what was newer in an earlier sight."""
@@ -328,18 +354,23 @@ class Trail:
 
 
 def _differences(name: str, seen: ModelDatabase, model: Model, *, is_published: bool = False) -> list[str]:
-    """Return how a database that was read differs from a model. A version that the model does not know passes."""
+    """Return how a database that was read differs from a model."""
     if (expected := model.get(name)) is None:
         return [f"{name} does not exist"]
     findings = []
-    state = expected.state
-    for epoch in seen.epochs if not is_published else ():
-        state = expected.epochs.get(epoch, seen.state)
+    state = expected.state if is_published else _expected_state(seen, expected)
     if seen.state != state:
         findings.append(f"{name} reads wrong: {difference(seen.state, state)}")
     if seen.snapshots != expected.snapshots:
         findings.append(f"{name} has other snapshots: {sorted(seen.snapshots)}, not {sorted(expected.snapshots)}")
     return findings
+
+
+def _expected_state(seen: ModelDatabase, expected: ModelDatabase) -> State:
+    """Return the state of a database in the version that was read. A version that the model does not know passes."""
+    for epoch in seen.epochs:
+        return expected.epochs.get(epoch, seen.state)
+    return expected.state
 
 
 class StandbyFollower:

@@ -45,6 +45,8 @@ class ModelDatabase:
     """Versions of a page database that may be read by time travel."""
     keep_last: int = 0
     """Retention: how many snapshots are kept; 0 for all."""
+    created_as: str = ""
+    """Its first name, which no other database of the run has."""
 
     def rows(self) -> dict[Any, bytes]:
         """Return a copy of the state, which must be rows or pairs."""
@@ -252,7 +254,7 @@ class Steps:
             return
         name = self._new_name(kind)
         self._change(
-            self._with(name, ModelDatabase(kind, () if kind == "stream" else {})),
+            self._with(name, ModelDatabase(kind, () if kind == "stream" else {}, created_as=name)),
             lambda: self.store.create(name, kind),
             name,
         )
@@ -366,7 +368,7 @@ class Steps:
         database, new = self.model[name], self._new_name("fork")
         at = self._draw.choice([None, *sorted(database.snapshots)])
         state = database.state if at is None else database.snapshots[at]
-        after = self._with(new, ModelDatabase(database.kind, state))
+        after = self._with(new, ModelDatabase(database.kind, state, created_as=new))
         self._change(after, lambda: self.store.fork(name, new, at=at), f"{name}@{at} to {new}")
         self._committed[new] = [state]
 

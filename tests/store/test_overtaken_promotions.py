@@ -1,0 +1,88 @@
+"""A promotion that was interrupted, and whose store another directory has taken over since, does not claim to have succeeded."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import StoreFenced
+from quire.durable.failpoints import armed
+from quire.store.standby import promote
+from tests.archive.archived_store import WAIT, ArchivedStore, archived_store, contents, fill, kill
+from tests.store.test_standby import follow, polled
+
+BEGUN = ["objects.ownership.epoch_begun", "objects.ownership.confirmed", "standby.taken_over"]
+
+
+def interrupted(archived: ArchivedStore, step: str) -> Path:
+    """Return the directory of a standby whose promotion has died."""
+    fill(archived.store, 0)
+    polled(archived)
+    kill(archived.store)
+    with armed(step, "1*raise:EIO"), pytest.raises(OSError, match="failpoint"):
+        promote(archived.home / "standby")
+    return archived.home / "standby"
+
+
+def taken_over(archived: ArchivedStore) -> quire.Store:
+    archived.restore("restored", takeover=True)
+    return archived.open(archived.home / "restored")
+
+
+@pytest.mark.parametrize("step", BEGUN)
+@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+def test_a_promotion_that_has_begun_its_epoch_is_refused_if_another_owner_came_after_it(
+    tmp_path: Path, step: str, moment: str
+) -> None:
+    """Hazard: it looked at the bucket first only. A directory that took over after that look was the owner, and `promote`
+    reported success."""
+    with archived_store(tmp_path) as archived:
+        standby = interrupted(archived, step)
+        owners: list[quire.Store] = []
+
+        def take_over(_: str) -> None:
+            if not owners:
+                owners.append(taken_over(archived))
+
+        if moment == "before":
+            take_over("")
+        with armed("standby.named", take_over), pytest.raises(StoreFenced):
+            promote(standby)
+        (owner,) = owners
+        fill(owner, 20)
+        owner.archive.wait(WAIT)  # type: ignore[union-attr]
+        expected = contents(owner)
+        owner.close()
+        if moment == "meanwhile":  # the second promotion gives the first one up
+            with pytest.raises(StoreFenced, match="epoch 3"):
+                promote(standby)
+        with follow(archived) as follower:
+            follower.poll()
+            assert follower.status.position.epoch == 3
+        promote(standby)
+        with archived.open(standby) as store:
+            assert contents(store) == expected
+
+
+@pytest.mark.parametrize("step", ["standby.claimed", *BEGUN])
+def test_with_discard_an_interrupted_promotion_deposes_an_owner_that_came_after_it(tmp_path: Path, step: str) -> None:
+    """Hazard: it continued in its own epoch, reported success, and was fenced at its first upload."""
+    with archived_store(tmp_path) as archived:
+        standby = interrupted(archived, step)
+        owner = taken_over(archived)
+        fill(owner, 20)
+        owner.archive.wait(WAIT)  # type: ignore[union-attr]
+        expected = contents(owner)
+        assert promote(standby, discard=True).owner_epoch == 4
+        with pytest.raises(StoreFenced):
+            fill(owner, 40)
+            owner.archive.wait(WAIT)  # type: ignore[union-attr]
+        with suppress(StoreFenced):
+            owner.close()
+        with archived.open(standby) as store:
+            assert contents(store) == expected, "the base of the deposed owner was complete"
+            fill(store, 60)
+            store.archive.wait(WAIT)  # type: ignore[union-attr]
