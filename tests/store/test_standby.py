@@ -286,6 +286,27 @@ def test_a_promotion_gives_up_only_what_a_damaged_object_hides(tmp_path: Path, d
         assert contents(store) == expected[0]
 
 
+def test_a_standby_is_promoted_although_the_object_that_names_its_base_is_damaged(tmp_path: Path) -> None:
+    """Hazard: it has everything, but was refused, because nobody else could be restored to its moment any more."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        polled(archived)
+        expected = contents(archived.store)
+        kill(archived.store)
+    (path,) = {
+        archived.log_path(header.position) for header in archived.headers() if header.base == header.position.number
+    }
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    promote(tmp_path / "standby")
+    with archived.open(tmp_path / "standby") as store:
+        assert contents(store) == expected
+        fill(store, 20)
+        store.archive.wait(WAIT)  # type: ignore[union-attr]
+        expected = contents(store)
+    assert archived.restored_contents() == expected
+
+
 def test_promotion_applies_what_the_owner_writes_meanwhile_and_fences_it(tmp_path: Path) -> None:
     with archived_store(tmp_path) as archived:
         fill(archived.store, 0)

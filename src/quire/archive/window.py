@@ -447,13 +447,19 @@ def is_in_window(store: ObjectStore, store_id: str, position: Position) -> bool:
     A moment that is not on the line shares objects with the line. The line has retired some of them since it left the history
     of that moment, and keeps these while it reaches back to an owner before that.
     """
+    line = Line(store, list_archive(store, store_id))
+    on_line = {epoch: numbers for epoch, numbers in line.epochs if numbers}
     try:
         if find(store, store_id, epoch=position.epoch, upto=position).position != position:
             return False
     except (InvalidInput, ObjectNotFound):
         return False
-    line = Line(store, list_archive(store, store_id))
-    on_line = {epoch: numbers for epoch, numbers in line.epochs if numbers}
+    except Corruption:
+        # The object that names the base of this moment is damaged. A directory that was restored before reads on: what it needs
+        # is kept until there is a later base that is intact.
+        oldest = line.oldest()
+        is_kept = oldest is None or oldest.position <= position
+        return is_kept and position.number in on_line.get(position.epoch, ())
     later = [epoch for epoch in on_line if epoch > position.epoch]
     if not later or position.number in on_line.get(position.epoch, ()):
         return True

@@ -98,7 +98,7 @@ POINTS = (*RESTORE_POINTS, *OWNER_POINTS, *FOLLOW_POINTS, *PROMOTION_POINTS)
 """Every failpoint of the archive and of standbys; a test compares this with the sources."""
 
 CLAIM_POINTS = tuple(f"objects.ownership.{step}" for step in ("recorded", "created", "epoch_begun", "confirmed"))
-"""Reached while a promotion claims its owner epoch."""
+"""Reached while a takeover or a promotion claims its owner epoch."""
 
 UNNAMED_BASE = "archive.log.put"
 """An owner that dies here in its first base has a log, but no base: nothing of its epoch can be restored."""

@@ -349,7 +349,7 @@ def simulate_losses(
             if is_lost and not promotes and last.standby is not None and is_promoted(last.standby.directory):
                 # The life that promoted it died before it could report that, and is followed by another takeover.
                 last.standby = last.standby.successor(_standby(base, number), last.archived)
-            groups = [RESTORE_POINTS, OWNER_POINTS] if is_lost else [OWNER_POINTS]
+            groups = [(*RESTORE_POINTS, *CLAIM_POINTS), OWNER_POINTS] if is_lost else [OWNER_POINTS]
             if promotes:
                 groups = [(*PROMOTION_POINTS, *CLAIM_POINTS), (*RESTORE_POINTS, *FOLLOW_POINTS), OWNER_POINTS]
             fate = draw_fate(random.Random(f"fate {seed}/{number}"), points, groups)
