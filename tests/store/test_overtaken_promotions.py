@@ -1,4 +1,4 @@
-"""A promotion that was interrupted, and whose store another directory has taken over since, does not claim to have succeeded."""
+"""An interrupted promotion, whose store another directory has taken over since, does not report success."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def interrupted(archived: ArchivedStore, step: str) -> Path:
     return archived.home / "standby"
 
 
+def fill_and_wait(store: quire.Store, start: int) -> None:
+    fill(store, start)
+    assert store.archive is not None
+    store.archive.wait(WAIT)
+
+
 def taken_over(archived: ArchivedStore) -> quire.Store:
     archived.restore("restored", takeover=True)
     return archived.open(archived.home / "restored")
@@ -52,8 +58,7 @@ def test_a_promotion_that_has_begun_its_epoch_is_refused_if_another_owner_came_a
         with armed("standby.named", take_over), pytest.raises(StoreFenced):
             promote(standby)
         (owner,) = owners
-        fill(owner, 20)
-        owner.archive.wait(WAIT)  # type: ignore[union-attr]
+        fill_and_wait(owner, 20)
         expected = contents(owner)
         owner.close()
         if moment == "meanwhile":  # the second promotion gives the first one up
@@ -73,16 +78,13 @@ def test_with_discard_an_interrupted_promotion_deposes_an_owner_that_came_after_
     with archived_store(tmp_path) as archived:
         standby = interrupted(archived, step)
         owner = taken_over(archived)
-        fill(owner, 20)
-        owner.archive.wait(WAIT)  # type: ignore[union-attr]
+        fill_and_wait(owner, 20)
         expected = contents(owner)
         assert promote(standby, discard=True).owner_epoch == 4
         with pytest.raises(StoreFenced):
-            fill(owner, 40)
-            owner.archive.wait(WAIT)  # type: ignore[union-attr]
+            fill_and_wait(owner, 40)
         with suppress(StoreFenced):
             owner.close()
         with archived.open(standby) as store:
             assert contents(store) == expected, "the base of the deposed owner was complete"
-            fill(store, 60)
-            store.archive.wait(WAIT)  # type: ignore[union-attr]
+            fill_and_wait(store, 60)
