@@ -13,14 +13,25 @@ import pytest
 import quire
 from quire.archive import base_writer, sealing
 from quire.archive.recorder import RecordedFile, Recorder, write_event
+from quire.archive.replay import Replay
 from quire.archive.uploader import Uploader
 from quire.objects.collector import Collector
-from quire.testing.simulation_deaths import OWNER_POINTS, POINTS, RESTORE_POINTS, UNNAMED_BASE
+from quire.store import standby
+from quire.store.standby import Standby
+from quire.testing.simulation_deaths import (
+    FOLLOW_POINTS,
+    OWNER_POINTS,
+    POINTS,
+    PROMOTION_POINTS,
+    RESTORE_POINTS,
+    UNNAMED_BASE,
+)
 from quire.testing.simulation_lives import SimulationFailed
 from quire.testing.simulation_losses import simulate_losses
 
 SEEDS = 6
 """How many seeds may be needed to find a planted bug."""
+STANDBY_SEEDS = 20
 POINT_SEEDS = 40
 """How many seeds may be needed for a life to die at a failpoint; most need one or two."""
 SOURCES = Path(quire.__file__).parent
@@ -44,7 +55,7 @@ def test_a_standby_follows_and_is_promoted(seed: int) -> None:
 
 
 def test_the_simulation_knows_every_failpoint_of_the_archive_and_of_standbys() -> None:
-    """A new failpoint must be added to the simulation. Below, lives must die at each one that is not of standbys."""
+    """A new failpoint must be added to the simulation. Below, lives or standbys must die at each one."""
     assert sorted(POINTS) == sorted(
         {point for path in SOURCES.rglob("*.py") for point in HIT.findall(path.read_text())}
     )
@@ -60,6 +71,19 @@ def test_lives_die_at_every_failpoint_and_nothing_is_found(point: str) -> None:
         if point in deaths:
             return
     pytest.fail(f"no life died at {point}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("point", [*FOLLOW_POINTS, *PROMOTION_POINTS])
+def test_standbys_die_at_every_failpoint_and_nothing_is_found(point: str) -> None:
+    deaths: list[str] = []
+    for seed in range(POINT_SEEDS):
+        run = simulate_losses(seed, points=(point,), standbys=1.0)
+        deaths += (*run.deaths, *run.standby_deaths)
+        if point in deaths:
+            return
+    pytest.fail(f"no standby died at {point}")
 
 
 @pytest.mark.slow
@@ -131,6 +155,37 @@ def seals_are_skipped() -> None:
     _patch.setattr(sealing, "_put_seal", lambda *_: True)
 
 
+def standbys_skip_an_object_that_may_be_partly_applied() -> None:
+    apply = Replay.apply
+
+    def apply_new(self: Replay, events: Any, *, again: bool = False) -> None:
+        apply(self, [] if again else events, again=again)
+
+    _patch.setattr(Replay, "apply", apply_new)
+
+
+def standbys_continue_after_a_break() -> None:
+    _patch.setattr(standby, "is_continuous", lambda *_: True)
+
+
+def promotions_give_up_what_is_archived_meanwhile() -> None:
+    """A running owner archives changes between the last poll and the seal."""
+    rebuild = Standby._rebuild_if_newer
+
+    def seal_only(*arguments: Any, **_: Any) -> Any:
+        return sealing.seal(*arguments)
+
+    def rebuild_before_the_claim(self: Standby) -> bool:
+        return not self.is_promoting and rebuild(self)
+
+    _patch.setattr(standby, "seal", seal_only)
+    _patch.setattr(Standby, "_rebuild_if_newer", rebuild_before_the_claim)
+
+
+def promotions_claim_the_epoch_that_they_follow() -> None:
+    _patch.setattr(Standby, "_highest_epoch", lambda self: self._state.position.epoch)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
@@ -150,6 +205,27 @@ def test_a_planted_bug_is_found(plant: Callable[[], None]) -> None:
     def run_seeds() -> None:
         for seed in range(SEEDS):
             simulate_losses(seed, plant=plant)
+
+    with pytest.raises(SimulationFailed, match="findings:"):
+        run_seeds()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        standbys_skip_an_object_that_may_be_partly_applied,
+        standbys_continue_after_a_break,
+        promotions_give_up_what_is_archived_meanwhile,
+        promotions_claim_the_epoch_that_they_follow,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_planted_bug_of_standbys_is_found(plant: Callable[[], None]) -> None:
+    def run_seeds() -> None:
+        for seed in range(STANDBY_SEEDS):
+            simulate_losses(seed, standbys=1.0, plant=plant)
 
     with pytest.raises(SimulationFailed, match="findings:"):
         run_seeds()

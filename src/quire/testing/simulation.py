@@ -315,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=float,
         default=None,
         metavar="P",
-        help="with --archive: a standby follows, in this share of the runs",
+        help="with --archive: the share of the runs in which a standby follows (0.5)",
     )
     parser.add_argument(
         "--damage",

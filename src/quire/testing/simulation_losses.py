@@ -12,7 +12,7 @@ Either the next life opens the directory, or the directory is lost. Then the buc
 a takeover, must match the model as of the last time `wait` returned, or a later one, and must pass `check`, `verify` and an
 audit of all moments of the window.
 
-With `standbys`, a standby follows the bucket (`simulation_standby`). Then half of the lost disks are not restored: the
+In half of the runs a standby follows the bucket (`simulation_standby`). There half of the lost disks are not restored: the
 standby is promoted, now and then together with a second one, and must have the same.
 A life archives in mode `async` or `sync`; in mode `sync` every change that was acknowledged must be there. The former owner may
 still run while it is deposed, or wake up in the middle: what it archives before the seal must be restored. After that, it must
@@ -93,6 +93,8 @@ FULL_SPOOLS = 0.3
 ABANDONED = 0.2
 """Probability that a life loses its disk, takes over and dies before its first base, and that the next one loses its disk, too:
 nothing of the epoch in between can be restored, so it is abandoned."""
+STANDBYS = 0.5
+"""Probability that a standby follows in a run."""
 PROMOTIONS, RIVALS = 0.5, 0.25
 """Probabilities that a standby is promoted after the loss of a disk, and that a second one is at the
 same time."""
@@ -325,7 +327,7 @@ def simulate_losses(
     lives: int = LIVES,
     steps: int = STEPS,
     points: Collection[str] = (*POINTS, *CLAIM_POINTS),
-    standbys: float = 0.0,
+    standbys: float = STANDBYS,
     plant: Callable[[], None] | None = None,
 ) -> Losses:
     """Simulate one seed. Lives die at one of the `points`. `standbys` is the probability that a standby follows; `plant` is
