@@ -106,7 +106,9 @@ def test_a_failed_job_is_reported(run: Run, path: Path, capfd: pytest.CaptureFix
 
     with quire.open(path) as store:
         store.manifest.jobs.enqueue(JobKind.VERIFY, 1, {"nonsense": 1})
-    text = run("gc").out
+    ended = run("gc")
+    text = ended.out
+    assert ended.code == 1
     assert "InvalidInput: the job does not support this payload" in text
     assert "`quire jobs show ID` has more" in text
 

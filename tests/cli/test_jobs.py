@@ -161,8 +161,10 @@ def test_work_once_runs_due_jobs_and_lists_waiting_ones(run: Run, queue: Path) -
 
 def test_work_once_reports_failures(run: Run, queue: Path) -> None:
     run("jobs", "retry", "2")
-    data = run("jobs", "work", "--once", "--json").data
-    assert (data["ran"], data["succeeded"], data["failed"]) == (1, 0, 1)
+    worked = run("jobs", "work", "--once", "--json")
+    assert (worked.data["ran"], worked.data["succeeded"], worked.data["failed"]) == (1, 0, 1)
+    assert worked.code == 1
+    assert run("jobs", "work", "--once").code == 0, "no job was run"
 
 
 def start(path: Path, *arguments: str, **streams: Any) -> subprocess.Popen[str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quire.core.errors import ArtifactGone
 from quire.core.settings import MaintenanceSettings
 from quire.jobs.maintenance import Upkeep
-from quire.jobs.residency import evict_database, hydrate_database
+from quire.jobs.residency import apply_policy, evict_database, hydrate_database
 from quire.manifest import tables as t
-from quire.manifest.records import JobState, Residency, WalState
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import JobKind, JobState, Residency, WalState
 from tests.jobs.checkpoint_child import Owner
 from tests.pages.engine_harness import GRACE_SECONDS, Model, Version, assert_reads, image, write
 
@@ -120,3 +123,43 @@ def test_the_policy_evicts_deltas_too(owner: Owner) -> None:
     Upkeep(owner.context(), owner.worker()).run_once()
     assert deltas() == [Residency.EVICTED]
     owner.assert_newest(model)
+
+
+def test_the_policy_reads_the_queue_once_for_all_databases(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole queue was read for each database with something to evict: a round over many databases was quadratic."""
+    for name in ("shop", "second", "third"):
+        store = owner.database(name)
+        write(store, Model(), {page: image() for page in range(20)})
+        owner.engine.snapshot(name, "kept")
+        owner.checkpoint(store)
+    owner.clock.advance(EVICTING.evict_seconds + 1)
+    scans: list[str] = []
+    scan = ReadTxn.scan
+
+    def counted(self: ReadTxn, table: t.Table[Any], *prefix: int, **options: Any) -> Any:
+        scans.append(table.name)
+        return scan(self, table, *prefix, **options)
+
+    monkeypatch.setattr(ReadTxn, "scan", counted)
+    assert apply_policy(owner.manifest, [1, 2, 3], owner.clock.now_ms()) == 3, "an upload for each"
+    assert scans.count(t.JOB_QUEUE.name) == 1
+
+
+def test_the_policy_passes_over_what_was_deleted_meanwhile(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One artifact that was deleted between the plan and its request ended the round for all databases."""
+    snapshot_with_wal(owner)
+    enqueue = owner.manifest.jobs.enqueue
+    requested = []
+
+    def enqueued(kind: JobKind, db_id: int, payload: Any = None, *, artifact: Any) -> int:
+        requested.append(artifact)
+        if len(requested) == 1:
+            raise ArtifactGone("it is being deleted", artifact=artifact)
+        return enqueue(kind, db_id, payload, artifact=artifact)
+
+    run(owner, evict_database(owner.manifest, 1))
+    run(owner, hydrate_database(owner.manifest, 1))
+    owner.clock.advance(1.0)
+    monkeypatch.setattr(owner.manifest.jobs, "enqueue", enqueued)
+    moves = apply_policy(owner.manifest, [1], owner.clock.now_ms())
+    assert len(requested) == moves + 1 > 1, "the others were requested"

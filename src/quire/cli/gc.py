@@ -20,11 +20,12 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Option, command
+from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.job_progress import JobSession
-from quire.cli.jobs import job_json, state_text
+from quire.cli.jobs import failed_jobs, job_json, state_text
 from quire.cli.lookup import Yes, names_of
-from quire.cli.output import Facts, Listing, ListingRow, Note, Report
+from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -117,7 +118,7 @@ def gc(
         str, Option("--until", metavar="FOR", help="With --keep: for how long, as 7d; 0 to keep it no longer.")
     ] = "",
     yes: Yes = False,
-) -> Report | Note:
+) -> CliResult | Report | Note:
     """Run one round of maintenance now and show what it did.
 
     A round is what the owner of a store does automatically: schedules, retention, deletions, and all jobs that are due. Data
@@ -296,7 +297,7 @@ def _cells(zero: Zero, names: dict[int, str], now: int) -> list[str]:
 
 
 # ── one round ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _collect(session: JobSession, grace_ms: int, *, at_once: bool) -> Report:
+def _collect(session: JobSession, grace_ms: int, *, at_once: bool) -> CliResult:
     store, manifest = session.store, session.store.manifest
     with manifest.read() as txn:
         _, head = txn.feed_bounds()
@@ -337,10 +338,10 @@ def _collect(session: JobSession, grace_ms: int, *, at_once: bool) -> Report:
         if done.get(name)
     ]
     lines.append(("waiting", _waits(waiting, manifest.clock.now_ms())))
-    failed = [job for job in ran if job.record.error]
+    failed = failed_jobs(ran)
     facts = Facts(lines=lines, data=None)
     if not failed:
-        return Report(parts=[facts], data=data)
+        return CliResult(Report(parts=[facts], data=data), OK)
     table = Listing(
         columns=[">job", "kind", "state", "error"],
         rows=[
@@ -349,7 +350,7 @@ def _collect(session: JobSession, grace_ms: int, *, at_once: bool) -> Report:
         ],
         closing="`quire jobs show ID` has more",
     )
-    return Report(parts=[facts, table], data=data)
+    return CliResult(Report(parts=[facts, table], data=data), PROBLEMS)
 
 
 def _waits(waiting: Waiting, now: int) -> str:

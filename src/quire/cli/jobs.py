@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.errors import INTERRUPTED, OK
+from quire.cli.errors import INTERRUPTED, OK, PROBLEMS
 from quire.cli.formatting import count_of, in_words, moment, pairs, size, span
 from quire.cli.job_progress import JobSession
 from quire.cli.lookup import Log, any_database, log_to, names_of
@@ -301,7 +301,14 @@ def work(
                 session.serve(stop)
         ran = session.ran()
         shown = work_report(store.manifest, ran, interrupted=stopped)
-    return CliResult(shown, INTERRUPTED if stopped else OK)
+    if stopped:
+        return CliResult(shown, INTERRUPTED)
+    return CliResult(shown, PROBLEMS if once and failed_jobs(ran) else OK)
+
+
+def failed_jobs(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs whose last attempt failed, whether or not they will be retried."""
+    return [job for job in jobs if job.record.error and job.state is not JobState.CANCELLED]
 
 
 def work_report(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: bool = False) -> Report:
@@ -331,7 +338,7 @@ def work_report(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: boo
     data = {
         "ran": len(ran),
         "succeeded": sum(job.state is JobState.SUCCEEDED for job in ran),
-        "failed": sum(bool(job.record.error) and job.state is not JobState.CANCELLED for job in ran),
+        "failed": len(failed_jobs(ran)),
         "waiting": len(waiting),
         "next_due_at_ms": _due(waiting),
         "interrupted": interrupted,

@@ -404,8 +404,7 @@ class Upkeep:
                 for db_id in self._evicting.step(txn, whole=everything)
                 if self._is_live(self._record(txn, db_id), DbKind.PAGES)
             } - txn.refused_databases()
-        for db_id in sorted(databases):
-            done.moves += apply_policy(manifest, db_id, before)
+        done.moves += apply_policy(manifest, sorted(databases), before)
 
     def _tombstones(self, done: Round, everything: bool) -> None:
         """Purge dropped databases whose undrop period is over, and enqueue delete jobs, which remove the remaining rows and

@@ -17,9 +17,10 @@ being deleted), `InvalidInput`; `upload_now` also `Unavailable` with the job's o
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
-from quire.core.errors import InvalidInput, TimedOut, Unavailable
+from quire.core.errors import ArtifactGone, InvalidInput, TimedOut, Unavailable, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
@@ -76,16 +77,23 @@ def hydrate_database(manifest: ManifestStore, db_id: int) -> list[int]:
     return [request_hydrate(manifest, key) for key in keys]
 
 
-def apply_policy(manifest: ManifestStore, db_id: int, before_ms: int) -> int:
-    """Enqueue the next move of copies made before a moment, if none is outstanding; return how many were enqueued."""
+def apply_policy(manifest: ManifestStore, databases: Iterable[int], before_ms: int) -> int:
+    """Enqueue the next move of each copy made before a moment that has no outstanding one; return how many were enqueued."""
+    moves = []
     with manifest.read() as txn:
-        due = [(key, residency) for key, residency, at_ms in _segments(txn, db_id, _WITH_FILE) if at_ms <= before_ms]
-        due += [(key, Residency.LOCAL_AND_REMOTE) for key in _chunks(txn, db_id, (Residency.LOCAL_AND_REMOTE,))]
-        spared = _busy_or_hydrated(txn, before_ms) if due else set()
-    idle = [(key, residency) for key, residency in due if _named(key) not in spared]
-    for key, residency in idle:
-        (request_upload if residency is Residency.LOCAL else request_evict)(manifest, key)
-    return len(idle)
+        spared: set[tuple[int, ...]] | None = None
+        for db_id in databases:
+            due = [(key, at) for key, at, sealed_ms in _segments(txn, db_id, _WITH_FILE) if sealed_ms <= before_ms]
+            due += [(key, Residency.LOCAL_AND_REMOTE) for key in _chunks(txn, db_id, (Residency.LOCAL_AND_REMOTE,))]
+            if due and spared is None:  # the whole queue is read: once for all databases, and only if anything is due
+                spared = _busy_or_hydrated(txn, before_ms)
+            moves += [(key, residency) for key, residency in due if _named(key) not in (spared or ())]
+    requested = 0
+    for key, residency in moves:
+        with suppress(UnknownArtifact, ArtifactGone):  # it was deleted meanwhile
+            (request_upload if residency is Residency.LOCAL else request_evict)(manifest, key)
+            requested += 1
+    return requested
 
 
 def _busy_or_hydrated(txn: ReadTxn, since_ms: int) -> set[tuple[int, ...]]:

@@ -29,7 +29,7 @@ from quire.durable.files import Disk, read_all
 from quire.durable.names import StreamSegmentFile, Tier
 from quire.jobs.locations import ArtifactLocation, OpenStore
 from quire.jobs.runner import Runner, Tick, Tools, no_tick
-from quire.objects.api import ObjectStore
+from quire.objects.api import exists
 from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import LogProblem, verify
@@ -150,9 +150,15 @@ def check_log(task: LogTask, tools: Tools) -> LogFound:
     files = LogFiles(tools.disk, task.root, task.stream_id, store_id=task.store_id)
     stream_files = StreamFiles(tools.disk, task.root, task.stream_id)
     objects = log_objects(stream_files, store, task.prefixes, task.store_id)
-    exists = partial(_exists, store)
     problems = tuple(
-        verify(files, objects, settings=task.settings, object_exists=exists, deep=False, witness=task.witness)
+        verify(
+            files,
+            objects,
+            settings=task.settings,
+            object_exists=partial(exists, store),
+            deep=False,
+            witness=task.witness,
+        )
     )
     listing = objects.listing()
     return LogFound(task.stream_id, problems, tuple(listing.chunks), tuple(listing.bundles), tuple(listing.snapshots))
@@ -177,14 +183,6 @@ def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, LogProblem]]
             problems.append((stream_id, LogProblem(rule="L5", what=damage, where={what: first, **_plain(error)})))
     hit("jobs.stream_verify.bodies")
     return problems
-
-
-def _exists(store: ObjectStore, key: str) -> bool:
-    try:
-        store.head(key)
-    except ObjectNotFound:
-        return False
-    return True
 
 
 def _plain(error: QuireError) -> dict[str, object]:
