@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -21,8 +22,10 @@ from quire.core.errors import Conflict, Corruption, InvalidInput, ReadOnly
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
+from quire.objects.api import list_objects
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
+from quire.objects.tar import TarStore
 from quire.store import backup
 from quire.store.store import Store
 from tests.programs import run_program
@@ -326,6 +329,30 @@ def test_a_damaged_backup_is_not_restored(tmp_path: Path) -> None:
     os.unlink(tmp_path / "b" / chunk)
     with pytest.raises(Corruption, match="lacks an object"):
         quire.restore(str(tmp_path / "b"), tmp_path / "r2")
+
+
+def test_two_backups_do_not_write_one_tar_file(tmp_path: Path) -> None:
+    """Two stores, or two processes, that were given the same file wrote into one another's, and the first to end removed it."""
+    path = str(tmp_path / "b.tar")
+    first = TarStore(path, write=True)
+    first.put("one", b"1")
+    with pytest.raises(Conflict, match="another backup is writing this file"):
+        TarStore(path, write=True)
+    first.put("two", b"2")
+    first.finish()
+    first.close()
+    with closing(TarStore(path)) as written:
+        assert (written.get("one"), written.get("two")) == (b"1", b"2")
+
+
+def test_a_backup_replaces_what_a_killed_one_left(tmp_path: Path) -> None:
+    (tmp_path / "b.tar.tmp").write_bytes(b"left behind" * 5_000)
+    with closing(TarStore(str(tmp_path / "b.tar"), write=True)) as new:
+        new.put("one", b"1")
+        new.finish()
+    with closing(TarStore(str(tmp_path / "b.tar"))) as written:
+        assert [info.key for info in list_objects(written)] == ["one"]
+        assert (tmp_path / "b.tar").stat().st_size < 20_000
 
 
 def test_targets_inside_the_store_or_its_bucket_are_refused(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 A new file is written under a temporary name; `finish` gives it its final name. Before that, the final name does not exist.
 Nothing is compressed, so a range of an object is a range of the file, and `tar xf` creates a directory that is the same store.
 
-Threads: any to read; one to write. Raises: `ObjectNotFound`, `AlreadyExists`, `OutOfRange`, and what the disk raises.
+Threads: any to read; one to write. Raises: `ObjectNotFound`, `AlreadyExists`, `OutOfRange`, `Conflict`
+(another backup is writing the file), and what the disk raises.
 """
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import tarfile
@@ -16,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from typing import BinaryIO
 
-from quire.core.errors import Corruption, InvalidInput, NotFound, ObjectNotFound
+from quire.core.errors import Conflict, Corruption, InvalidInput, NotFound, ObjectNotFound
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
 from quire.durable.names import TEMPORARY
@@ -55,8 +57,7 @@ class TarStore:
             raise InvalidInput("the file already exists", hint=hint, path=self._path)
         with translated(self._path, "opening the backup"):
             try:
-                name, mode = (self._path + TEMPORARY, "w+b") if write else (self._path, "rb")
-                self._file = open(name, mode)  # noqa: SIM115 - closed by `close`
+                self._file = _new_file(self._path + TEMPORARY) if write else open(self._path, "rb")  # noqa: SIM115 - see `close`
             except FileNotFoundError:
                 raise NotFound("no such file or directory", path=self._path) from None
         if write:
@@ -138,11 +139,11 @@ class TarStore:
 
     def close(self) -> None:
         """Close the file, and remove it if it is unfinished."""
-        self._file.close()
         if self._is_writing:
             self._is_writing = False
             with suppress(FileNotFoundError):
-                os.unlink(self._path + TEMPORARY)
+                os.unlink(self._path + TEMPORARY)  # before its lock is released: the name may then be another backup's
+        self._file.close()
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, key: str) -> bytes:
@@ -194,3 +195,18 @@ class TarStore:
         if (member := self._members.get(key)) is None:
             raise ObjectNotFound("no such object", store=self.url, key=key)
         return member
+
+
+def _new_file(path: str) -> BinaryIO:
+    """Open a file that only this backup writes, and empty it: a killed backup may have left one."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A file that got its final name, or was removed, between `open` and the lock is not this backup's.
+        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError):
+        file.close()
+        raise Conflict("another backup is writing this file", hint="choose another name", path=path) from None
+    file.truncate()
+    return file
