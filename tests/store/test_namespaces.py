@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettin
 from quire.durable.object_names import kv_backups_prefix
 from quire.lsm.backup import back_up, read_backup
 from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
 from quire.testing.clock import ManualClock
 from tests.objects.conftest import fresh_url, s3_server
 
@@ -242,3 +244,22 @@ def test_a_namespace_uses_the_options_of_its_section_in_quire_toml(
         keys = [info.key for page in store.namespaces.objects("cold").list_pages() for info in page]
         assert any("/base:" in key for key in keys)
         assert files(tmp_path / "store" / "objects") == set()
+
+
+def test_a_database_is_created_in_a_namespace_without_reading_the_others(
+    store: quire.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each `create(…, namespace=…)` read all databases and all artifacts of the store."""
+    fill(store)
+    scanned: set[str] = set()
+    scan = ReadTxn.scan
+
+    def noted(self: ReadTxn, table: t.Table[Any], *prefix: int, **options: Any) -> Any:
+        scanned.add(table.name)
+        return scan(self, table, *prefix, **options)
+
+    monkeypatch.setattr(ReadTxn, "scan", noted)
+    store.create("another", "pages", namespace="cold")
+    assert t.REMOTE_NAMESPACE.name in scanned
+    assert not scanned & {table.name for table in (t.DB, t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)}
+    assert "another" in store.namespaces.get("cold").databases

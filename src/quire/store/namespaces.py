@@ -23,6 +23,7 @@ from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.namespaces import drop_namespace
 from quire.manifest.reads import ReadTxn
+from quire.manifest.records import NamespaceRecord
 from quire.objects.urls import check_url
 from quire.store import object_access, object_location
 
@@ -92,11 +93,16 @@ def _joined(url: str, prefix: str) -> str:
     return f"{url.rstrip('/')}/{prefix}" if prefix else url
 
 
-def find_namespace(txn: ReadTxn, name: str) -> NamespaceInfo:
-    """Return a namespace by name, or by id if it has no name. A dropped one is not found."""
-    for info in namespaces(txn):
-        if not info.dropped_at_ms and (info.name == name or (not info.name and str(info.namespace_id) == name)):
-            return info
+def find_namespace(txn: ReadTxn, name: str) -> tuple[int, NamespaceRecord]:
+    """Return a namespace by name, or by id if it has no name. A dropped one is not found.
+
+    Unlike `namespaces`, it reads neither databases nor artifacts.
+    """
+    for (number,), row in txn.scan(t.REMOTE_NAMESPACE):
+        if row.owner_epoch or row.dropped_at_ms:
+            continue
+        if row.name == name or (not row.name and str(number) == name):
+            return number, row
     raise UnknownNamespace("no namespace has this name", hint="`quire namespace ls` lists them", name=name)
 
 
@@ -138,7 +144,15 @@ class Namespaces:
     def get(self, name: str) -> NamespaceInfo:
         """Return a namespace by name."""
         with self._store.manifest.read() as txn:
-            return find_namespace(txn, name)
+            number, _ = find_namespace(txn, name)
+            return next(info for info in namespaces(txn) if info.namespace_id == number)
+
+    def id_of(self, name: str) -> int:
+        """Return the id of a namespace; 0, the store's own object store, if the name is empty."""
+        if not name:
+            return 0
+        with self._store.manifest.read() as txn:
+            return find_namespace(txn, name)[0]
 
     @changes
     def drop(self, name: str) -> NamespaceInfo:
@@ -149,7 +163,9 @@ class Namespaces:
 
     def objects(self, name: str) -> ObjectStore:
         """Return the object store of a namespace."""
-        return self._store.context.open_store(self.get(name).url or self._store.objects_url)
+        with self._store.manifest.read() as txn:
+            _, row = find_namespace(txn, name)
+        return self._store.context.open_store(_joined(row.url, row.prefix) or self._store.objects_url)
 
     def url_of(self, database: str) -> str:
         """Return the URL of a stream's or key-value database's objects: its namespace, or the store's own object store."""

@@ -357,7 +357,7 @@ class Store:
 
         If `namespace` is given, all its objects go there instead of the store's own object store.
         """
-        namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
+        namespace_id = self.namespaces.id_of(namespace)
         db_id = self.manifest.register_db(name, kind_named(kind), tags=tags, namespace_id=namespace_id)
         return self.database(db_id)
 
@@ -428,7 +428,7 @@ class Store:
         The error of a refused name has in `where` how many names were `read` and `done`, and which were `refused`; a call
         with the names after the `read` ones continues. See `docs/scale.md`.
         """
-        namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
+        namespace_id = self.namespaces.id_of(namespace)
         return bulk.create_many(self.manifest, names, kind_named(kind), tags or {}, namespace_id)
 
     @changes
