@@ -37,9 +37,7 @@ from functools import partial
 import msgspec
 
 import quire
-from quire.archive.archiver import Archiver
 from quire.archive.log_reader import epochs, log_positions
-from quire.archive.window import abandoned_epochs
 from quire.core.errors import InvalidInput, QuireError, StoreFenced
 from quire.core.settings import ArchiveSettings, StoreSettings
 from quire.durable.failpoints import EVERY, armed
@@ -48,6 +46,7 @@ from quire.durable.names import MANIFEST
 from quire.durable.object_names import owner_prefix
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
+from quire.testing.simulation_archive_steps import WAIT, ArchivedSteps, FollowedSteps, archive_of
 from quire.testing.simulation_deaths import (
     CLAIM_POINTS,
     FOLLOW_POINTS,
@@ -80,16 +79,12 @@ from quire.testing.simulation_standby import (
     left_behind,
     promote_one,
 )
-from quire.testing.simulation_steps import Model, NoReader, StepInterrupted, Steps
+from quire.testing.simulation_steps import Model, NoReader, StepInterrupted
 
-WAIT = 60.0
 LIVES, STEPS = 6, 25
-WAITS = 0.15
 MEMORY_BYTES = 16 << 10
 """Smaller than the settings allow, so that a few changes during an outage wait on disk."""
 BACKLOG_BYTES = (16 << 10, 4 << 30)
-FULL_SPOOLS = 0.3
-"""Probability that the disk has no space for objects that wait during an outage."""
 ABANDONED = 0.2
 """Probability that a life loses its disk, takes over and dies before its first base, and that the next one loses its disk, too:
 nothing of the epoch in between can be restored, so it is abandoned."""
@@ -164,161 +159,6 @@ class Losses:
             text += f", {self.promotions} promotions, {self.sessions} sessions of a standby"
             text += f" with {len(self.standby_deaths)} deaths"
         return text
-
-
-class ArchivedSteps(Steps):
-    """Steps that occasionally wait for the bucket. Before and after each change, `report` is called."""
-
-    def __init__(self, *given: object, archived: list[Model], is_restorable: bool) -> None:
-        super().__init__(*given)  # type: ignore[arg-type]
-        self.archived = archived
-        self.is_restorable = is_restorable
-        self.report: Callable[[], None] = _ignore
-        self.follower: StandbyFollower | None = None
-        self._is_out = False
-        """Whether the bucket does not answer."""
-
-    def _change(self, after: Model, act: Callable[[], object], what: str = "") -> bool:
-        is_change = after is not self.model
-        self.possible = [self.model, after]
-        self._note_model(after)
-        self.report()
-        done = super()._change(after, act, what)
-        self._note_model(self.model)
-        is_acknowledged = done and is_change and _archive_of(self.store).settings.mode == "sync"
-        if not is_acknowledged and not self._is_out and self._draw.random() < WAITS:
-            _archive_of(self.store).wait(WAIT)
-            is_acknowledged = True
-        if is_acknowledged:
-            self._note_archived()
-        self.report()
-        return done
-
-    def _note_model(self, model: Model) -> None:
-        self.archived.append(model)
-        if self.follower is not None:
-            self.follower.trail.models.append(model)
-
-    def wait(self) -> None:
-        """Wait for the bucket."""
-        _archive_of(self.store).wait(WAIT)
-        self._note_archived()
-        self.report()
-
-    def _note_archived(self) -> None:
-        self.archived[:] = [self.model]
-        self.is_restorable = True
-
-    def outage(self) -> None:
-        """Change the store while the bucket does not answer. In mode `sync`, the first change would wait for the end of it."""
-        writes = [self._draw.choice(WRITES) for _ in range(self._draw.randint(2, 10))]
-        if _archive_of(self.store).settings.mode == "sync":
-            return
-        answers = threading.Event()
-        spool = "raise:ENOSPC" if self._draw.random() < FULL_SPOOLS else "off"
-        try:
-            with armed("archive.log.before", lambda _: _wait_for(answers)), armed("archive.spool.before", spool):
-                self._is_out = True
-                for write in writes:
-                    self._log.append(f"during an outage, {write.__name__}")
-                    write(self)
-        finally:
-            self._is_out = False
-            answers.set()
-
-    def base(self) -> None:
-        """Upload everything again. Then no former owner is needed any more."""
-        self._work(_archive_of(self.store).base)
-        self.remove_abandoned()
-
-    def trim(self) -> None:
-        """Let old moments leave the window."""
-        self.release_reader()
-        self._clock.advance(self._draw.choice((7_200.0, 100_000.0)))
-        self.maintain()
-
-    def leave_window(self) -> None:
-        """Replace chunks, and let the old ones, and the moments that need them, leave the window: their objects are deleted."""
-        for _ in range(2):
-            self.write_rows()
-            self.checkpoint()
-        for step in (self.maintain, self.base):  # the first retires the old chunks, once no base is needed for them
-            self.release_reader()
-            self._clock.advance(120.0)
-            step()
-        self.trim()
-
-    def follow(self) -> None:
-        """Let the standby follow, often with everything in the bucket, and perhaps during the next steps."""
-        assert self.follower is not None
-        self.stop_following()
-        self._note_model(self.model)  # `write_rows` has completed it after the change
-        is_archived = self.follower.draw.random() < 0.7 or not self.is_restorable  # the first base must be there
-        if is_archived:
-            for name in sorted(self.model):
-                if self.model[name].kind == "pages":
-                    self.store.pages.open(name).wal.publish()
-            self.wait()
-        is_beside = self.follower.draw.random() < 0.4
-        order = self.follower.begin(self._clock.now_ms(), is_archived=is_archived, is_beside=is_beside)
-        self._log[-1] += f" {order.polls} polls, {order.fate}{', beside the next steps' if is_beside else ''}"
-        if not is_beside:
-            self.stop_following()
-        self.report()
-
-    def stop_following(self) -> None:
-        """Wait for the end of the standby's session, if there is one."""
-        if self.follower is not None:
-            self.findings += self.follower.end()
-
-    def audit(self) -> None:
-        """Read everything that any moment of the window needs: nothing may be missing."""
-        if self.is_restorable and not (audit := self.store.heavy.audit_archive(runner="threads")).is_sound:
-            self.findings.append(f"the audit found problems: {audit.problems[:3]}")
-
-    def remove_abandoned(self) -> None:
-        """Remove the owner epochs that died before their first base, and were then abandoned."""
-        with self.store.manifest.read() as txn:
-            store_id = txn.store_id()
-        for epoch in abandoned_epochs(self.store.objects, store_id):
-            if epoch.after is None:
-                self._work(partial(self.store.heavy.remove_abandoned, epoch.owner_epoch), str(epoch.owner_epoch))
-
-
-WRITES: tuple[Callable[[ArchivedSteps], None], ...] = (
-    ArchivedSteps.write_rows,
-    ArchivedSteps.append_records,
-    ArchivedSteps.write_pairs,
-    ArchivedSteps.flush_or_compact,
-    ArchivedSteps.checkpoint,
-    ArchivedSteps.merge,
-    ArchivedSteps.drop_snapshot,
-    ArchivedSteps.trim,
-)
-"""Steps during an outage: none of them waits for the log."""
-ArchivedSteps.choices = (
-    *Steps.choices,
-    (3, ArchivedSteps.outage),
-    (3, ArchivedSteps.base),
-    (3, ArchivedSteps.trim),
-    (2, ArchivedSteps.leave_window),
-    (1, ArchivedSteps.audit),
-    (2, ArchivedSteps.remove_abandoned),
-)
-
-
-class FollowedSteps(ArchivedSteps):
-    """Steps while a standby follows."""
-
-    choices = (*ArchivedSteps.choices, (12, ArchivedSteps.follow))
-
-
-def _ignore() -> None:
-    """Report nothing."""
-
-
-def _wait_for(event: threading.Event) -> None:
-    event.wait(WAIT)
 
 
 def simulate_losses(
@@ -476,7 +316,7 @@ def _begin(
         report(ending)
     store = quire.open(here, settings=settings, clock=clock, disk=disk)
     if draw.random() < 0.25:
-        _archive_of(store).queue.crowded_bytes = 1  # every event is a log object of its own
+        archive_of(store).queue.crowded_bytes = 1  # every event is a log object of its own
     model, findings = matching_model(store, ending.archived if start.is_lost else ending.models)
     death.stop()
     ending.findings += findings + (left_behind(here) if start.is_promoted else [])
@@ -599,7 +439,7 @@ def _depose(
         try:
             awake.append(quire.open(ending.directory, settings=settings, clock=clock))
             if is_deposed:
-                _archive_of(awake[0]).base()  # an upload, by which it finds out
+                archive_of(awake[0]).base()  # an upload, by which it finds out
         except StoreFenced:
             if not is_deposed:
                 raise
@@ -653,11 +493,6 @@ def _take_over(
     return here
 
 
-def _archive_of(store: Store) -> Archiver:
-    assert store.archive is not None
-    return store.archive
-
-
 def _comes_back(directory: str, settings: StoreSettings, clock: ManualClock) -> list[str]:
     """Open the deposed owner's directory and write: nothing it does may be reported as archived. Return the findings."""
     if not os.path.exists(os.path.join(directory, MANIFEST)):  # of a standby that died before its first base
@@ -675,7 +510,7 @@ def _comes_back(directory: str, settings: StoreSettings, clock: ManualClock) -> 
 
 def _is_not_fenced(store: Store) -> list[str]:
     """Return a finding if a deposed owner can archive a change."""
-    archive, refusal = _archive_of(store), ""
+    archive, refusal = archive_of(store), ""
     before = archive.queue.end
     try:
         try:
