@@ -72,6 +72,12 @@ def test_rows_in_any_order_are_loaded_atomically_and_read_back(owner: ServedStor
     assert len(rows) == 1_001
 
 
+def test_a_bulk_load_registers_the_sources_in_a_session_that_lacks_them(owner: ServedStore) -> None:
+    other = owner.spark.newSession()
+    bulk_load(other.range(0, 10).selectExpr("concat('new-', id) AS key", "'x' AS value"), owner.store, "cart")
+    assert owner.store.kv("cart").get(b"new-7") == b"x"
+
+
 def test_a_bulk_load_needs_no_compaction_and_null_deletes(owner: ServedStore) -> None:
     frame = ids(owner, 2_000, 3).unionByName(owner.spark.createDataFrame([("a", None)], PAIRS))
     bulk_load(frame, owner.store, "cart", partitions=4)

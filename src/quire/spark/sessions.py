@@ -175,12 +175,13 @@ def attach(spark: SparkSession) -> SparkSession:
     _require()
     from quire.spark.sources.registry import SOURCES
 
+    # First: Spark looks in the active session whether a name is taken, and refuses one that is registered there only.
+    make_active(spark)
     with warnings.catch_warnings():
         # Spark warns if a source is already registered, which happens when a session is attached twice.
         warnings.simplefilter("ignore")
         for source in SOURCES:
             spark.dataSource.register(source)
-    make_active(spark)
     return spark
 
 

@@ -24,7 +24,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.functions import col, lit, when
 
 from quire.spark.access import StoreLike, options_of
-from quire.spark.active_session import job_description, make_active
+from quire.spark.active_session import job_description
+from quire.spark.sessions import attach
 from quire.spark.sources.base import default_partitions
 
 RANGES_MAX = 256
@@ -52,7 +53,7 @@ def bulk_load(
     """
     pairs = frame.select(frame[key].alias("key"), frame[value].alias("value"))
     options = {**options_of(store), "database": database, "create": str(create).lower()}
-    make_active(frame.sparkSession)
+    attach(frame.sparkSession)
     with job_description(frame.sparkSession, f"quire bulk load: {database}"):
         ranged = in_ranges(pairs, partitions or 4 * default_partitions())
         ranged.write.format("quire.kv").mode("append").options(**options).save()
