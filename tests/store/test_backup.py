@@ -18,7 +18,7 @@ import pytest
 
 import quire
 from quire.archive.backup_recorder import KEPT, BackupRecorder
-from quire.core.errors import Conflict, Corruption, InvalidInput, ReadOnly
+from quire.core.errors import Conflict, Corruption, CursorLost, InvalidInput, ReadOnly
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
@@ -26,6 +26,7 @@ from quire.objects.api import list_objects
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
 from quire.objects.tar import TarStore
+from quire.service.replicas.revisions import HistoryId
 from quire.store import backup
 from quire.store.store import Store
 from tests.programs import run_program
@@ -329,6 +330,37 @@ def test_a_damaged_backup_is_not_restored(tmp_path: Path) -> None:
     os.unlink(tmp_path / "b" / chunk)
     with pytest.raises(Corruption, match="lacks an object"):
         quire.restore(str(tmp_path / "b"), tmp_path / "r2")
+
+
+def test_the_changes_of_a_restored_backup_have_numbers_that_the_lost_ones_did_not_have(tmp_path: Path) -> None:
+    """Consumers and replicas keep sequences and record ids outside the store. They skipped the changes after a restore, or took
+    them for those that were lost."""
+    with filled(tmp_path / "store") as store:
+        done = store.backup(str(tmp_path / "b"))
+        lost = store.stream("events").append(b"lost").record
+        store.stream("events").sync()
+        store.create("lost", "pages")
+        with store.manifest.read() as txn:
+            _, head = txn.feed_bounds()
+            history = HistoryId.of(txn, 1)
+    numbers: list[tuple[int, int]] = []
+    source = done.target
+    for number in range(3):  # a backup, then backups of restored ones
+        first, second = (tmp_path / f"{number}{letter}" for letter in "ab")
+        for directory in (first, second):
+            quire.restore(source, directory)
+            with quire.open(directory, settings=StoreSettings(maintenance=NO_MAINTENANCE)) as store:
+                with store.manifest.read() as txn:
+                    numbers.append((txn.feed_bounds()[1], store.stream("events").append(b"other").record))
+                    assert HistoryId.of(txn, 1) != history
+                consumer = store.manifest.feed.register(name=f"consumer-{first.name}-{directory.name}")
+                with pytest.raises(CursorLost):
+                    store.manifest.feed.fetch(consumer.cursor_id, after=head)
+                if directory == second:
+                    source = store.backup(str(tmp_path / f"b{number}")).target
+    assert len({feed for feed, _ in numbers}) == len(numbers), "two restores of one backup share no numbers"
+    assert min(record for _, record in numbers) > lost
+    assert len({record for _, record in numbers}) == len(numbers)
 
 
 def test_two_backups_do_not_write_one_tar_file(tmp_path: Path) -> None:

@@ -49,13 +49,14 @@ def range_start(owner_epoch: int, last: int) -> int:
 
 def restored_start(last: int, chance: int) -> int:
     """Return the number at which the changes of a restored directory begin. It has no owner epoch, so they begin in the upper
-    half of the restored range, at an offset that another restore does not share. `chance` is a random number below 2^38.
+    half of the restored range, or in the next range if that half is in use, at an offset that another restore does not share.
+    `chance` is a random number below 2^38.
 
-    >>> restored_start(7, 5) == (1 << 39) + 5
-    True
+    >>> restored_start(7, 5) == (1 << 39) + 5, restored_start(1 << 39, 5) == (1 << 40) + 5
+    (True, True)
     """
     begin = (last >> RANGE_BITS << RANGE_BITS) + (1 << RANGE_BITS - 1)
-    return begin + chance if last < begin else range_start(0, last)
+    return (begin if last < begin else range_start(0, last)) + chance
 
 
 def gap_at(gaps: Gaps, position: int) -> Gap | None:

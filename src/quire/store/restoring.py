@@ -148,7 +148,7 @@ def restore(
             if origin:
                 write_origin(disk, root, origin)
             replay.finish()
-        _recover(root, disk, clock, origin)
+        _recover(root, disk, clock, point, origin)
         if takeover:
             _become_owner(bucket, point, given_up, root, disk, clock)
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
@@ -285,20 +285,19 @@ def _refuse_newer_base(bucket: ObjectStore, store_id: str, applied: Position) ->
         raise _NewerBase
 
 
-def _adopt(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None:
-    """Begin a new range of sequences: recovery makes changes, which must not reuse the sequences of the changes that the owner
-    made after the restored moment. Requeue the jobs of that owner's workers."""
+def _adopt(root: str, disk: Disk, clock: Clock, point: RestorePoint) -> None:
+    """Begin a new range of numbers, also in a restored backup: what is changed from here on must not have the sequences, epochs
+    and record ids of changes that the owner made after the restored moment. Requeue the jobs of that owner's workers."""
     path, settings = os.path.join(root, names.MANIFEST), quiet_settings(disk, root).manifest
     with ManifestStore.open(path, settings=settings, clock=clock, create=False) as manifest:
-        if origin is not None:  # a backup is a separate store: its sequences continue
-            begin_restored(manifest, Parent(origin.position.number, origin.at_ms))
+        begin_restored(manifest, Parent(point.position.number, point.at_ms))
         manifest.jobs.requeue_all()
 
 
-def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None:
+def _recover(root: str, disk: Disk, clock: Clock, point: RestorePoint, origin: Origin | None) -> None:
     """Run recovery of the page databases that were being written, which publishes the tail of their WAL for readers. Disown
     the directory, unless it is a restored backup."""
-    _adopt(root, disk, clock, origin)
+    _adopt(root, disk, clock, point)
     with open_owner(root, quiet_settings(disk, root), clock, disk) as store:
         # Before a database is opened: its recovery must not put objects into a bucket that belongs to an owner.
         store.rights.refuse("a restored directory has no owner until it is taken over")

@@ -198,6 +198,35 @@ def test_another_database_of_the_same_name_has_another_etag(shop: Store, anonymo
     assert anonymous.get("/db/shop.sqlite").headers["etag"] != tag
 
 
+def test_an_epoch_that_a_restored_backup_lost_is_never_another_version(path: Path, tmp_path: Path) -> None:
+    """Caches keep an epoch for good. The restored store gave the lsns of lost commits to others, with the same tags."""
+    with quire.open(path) as store:
+        with closing(store.sqlite("shop", create=True)) as connection:
+            connection.execute("create table item(id integer primary key, text text)")
+        target = store.backup(str(tmp_path / "backup")).target
+    with quire.open(path) as store, store.serve_http("127.0.0.1:0") as web:
+        with closing(store.sqlite("shop")) as connection:
+            connection.execute("insert into item values (1, 'lost')")
+        lost = HttpClient(web.address).get("/db/shop.sqlite").headers
+    quire.restore(target, tmp_path / "restored")
+    with quire.open(tmp_path / "restored") as store, store.serve_http("127.0.0.1:0") as web:
+        client, tags = HttpClient(web.address), set()
+        for number in range(3):
+            with closing(store.sqlite("shop")) as connection:
+                connection.execute("insert into item values (?, 'other')", (number,))
+            tags.add(client.get("/db/shop.sqlite").headers["etag"])
+        answer = client.get(f"/db/shop@{lost['x-quire-epoch']}.sqlite")
+        assert (answer.status, answer.json["error"]) == (404, "EpochLost")
+        assert lost["etag"] not in tags
+
+
+def test_another_store_has_other_etags(shop: Store, anonymous: HttpClient) -> None:
+    """A clone has its origin's database ids, and the first lsns of its range can be those of a takeover of its origin."""
+    tag = anonymous.get("/db/shop.sqlite").headers["etag"]
+    with shop.manifest.read() as txn:
+        assert txn.store_id() in tag
+
+
 # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def deleted(store: Store) -> int:
     """The number of deleted artifacts, after everything due was deleted."""

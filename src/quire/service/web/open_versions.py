@@ -44,6 +44,8 @@ class OpenVersion:
     """0: the reader renews its own lease."""
     is_fixed: bool
     """Whether its address will always name this version."""
+    store_id: str
+    """A clone and its origin can give the same numbers to different versions."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     # guarded by the lock of `OpenVersions`
     users: int = 0
@@ -58,8 +60,8 @@ class OpenVersion:
 
     @property
     def tag(self) -> str:
-        """The `ETag` of the version; another database of the same name has another one."""
-        return f'"{self.reader.db_id}-{self.reader.lsn}"'
+        """The `ETag` of the version; another database of the same name has another one, also one of another store."""
+        return f'"{self.store_id}-{self.reader.db_id}-{self.reader.lsn}"'
 
 
 class OpenVersions:
@@ -69,6 +71,8 @@ class OpenVersions:
         self._manifest = manifest
         self._pages = pages
         self._clock: Clock = manifest.clock
+        with manifest.read() as txn:
+            self._store_id = txn.store_id()
         self._lock = threading.Lock()
         # guarded by _lock
         self._open: dict[Key, OpenVersion] = {}
@@ -142,7 +146,7 @@ class OpenVersions:
             lease_id, reader = lend_reader(self._pages, key[0], wanted.at, LEASE_SECONDS, tags=TAGS)
         reader.__enter__()  # it renews itself until it is closed
         is_fixed = isinstance(wanted.at, int)
-        version = OpenVersion(key, reader, lease_id, is_fixed, renewed_at=self._clock.monotonic())
+        version = OpenVersion(key, reader, lease_id, is_fixed, self._store_id, renewed_at=self._clock.monotonic())
         try:
             if reader.size_pages and not reader.read_page(0).startswith(MAGIC):
                 hint = "`quire sqlite import` makes one"
