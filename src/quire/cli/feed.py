@@ -195,7 +195,7 @@ def drop(
         info = _find(feed, cursor)
         if not yes:
             question = f"drop {_called(info)}, {count_of(info.lag, 'change')} behind?"
-            confirm(question, "nothing was dropped", {"dropped": None})
+            confirm(question, "nothing was dropped", {"dropped": None}, about=info.cursor_id)
         feed.drop(info.cursor_id)
     return Note(text=f"dropped {_called(info)}", data={"dropped": cursor_json(info)})
 

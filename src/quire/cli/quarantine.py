@@ -76,10 +76,9 @@ def rm(
     """Delete files in quarantine permanently."""
     if not numbers:
         raise InvalidInput("no files were named", hint="`quire quarantine ls` lists them by number")
-    if not yes:
-        confirm(f"permanently remove {count_of(len(numbers), 'file')}?", "nothing was removed", {"removed": []})
     numbers = list(dict.fromkeys(numbers))
-    with _owned(cli, numbers) as root:
+    question = "" if yes else f"permanently remove {count_of(len(numbers), 'file')}?"
+    with _owned(cli, numbers, question) as root:
         for number in numbers:
             remove(OsDisk(), root, number)
     return Note(text=f"removed {count_of(len(numbers), 'file')}", data={"removed": numbers})
@@ -91,8 +90,12 @@ def _root(cli: Cli) -> str:
 
 
 @contextmanager
-def _owned(cli: Cli, numbers: Sequence[int]) -> Iterator[str]:
-    """Hold the store's lock, and yield its directory. Raises `NotFound` before anything is changed if a file is not there."""
+def _owned(cli: Cli, numbers: Sequence[int], question: str = "") -> Iterator[str]:
+    """Hold the store's lock, and yield its directory. Raises `NotFound` before anything is changed if a file is not there.
+
+    A question is asked under the lock: otherwise another process could remove a file meanwhile, and give its number to a later
+    one.
+    """
     root = _root(cli)
     lock = FileLock.acquire(os.path.join(root, LOCK))
     try:
@@ -101,6 +104,8 @@ def _owned(cli: Cli, numbers: Sequence[int]) -> Iterator[str]:
             if number not in known:
                 hint = "`quire quarantine ls` lists them"
                 raise NotFound("no file in quarantine has this number", hint=hint, number=number)
+        if question:
+            confirm(question, "nothing was removed", {"removed": []})
         take_archive_state(OsDisk(), root)  # these changes are not archived, so the archive must begin with a new base
         yield root
     finally:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.command import Cli, result_of
 from quire.cli.job_progress import Display
 from quire.cli.output import Note, TerminalStyle, is_ascii_only, json_parts, text_parts
-from quire.cli.prompts import REMOTE_ANSWER, Question, agreed, on_terminal
+from quire.cli.prompts import REMOTE_ANSWER, Question, RemoteAnswer, agreed, on_terminal
 from quire.cli.stream import appended, next_lines
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
 from quire.service.commands import CommandResult, RemoteCommand
@@ -130,7 +130,7 @@ def _is_listed(function: str) -> bool:
 
 def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], style: TerminalStyle) -> CommandResult:
     """Return the owner's result, after asking the user the questions of the command."""
-    answer = ""
+    answer = about = ""
     while True:
         command = RemoteCommand(
             function,
@@ -141,11 +141,12 @@ def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], style:
             style.width,
             style.colours,
             answer,
+            about,
         )
         done = _watched(owner, cli, command)
         if not done.question:
             return done
-        answer = "yes" if agreed(done.question, done.otherwise) else "no"
+        answer, about = "yes" if agreed(done.question, done.otherwise) else "no", done.about
 
 
 def _watched(owner: Client, cli: Cli, command: RemoteCommand) -> CommandResult:
@@ -194,7 +195,7 @@ def run_for_client(store: Store, command: RemoteCommand) -> CommandResult:
         raise InvalidInput("the owner does not run this command", hint="stop the owner first", command=command.function)
     module, _, name = command.function.partition(".")
     body = getattr(import_module(f"quire.cli.{module}"), name)
-    before = REMOTE_ANSWER.set(command.answer)
+    before = REMOTE_ANSWER.set(RemoteAnswer(command.answer, command.about))
     try:
         result = result_of(body, OwnerCli(store.path, command.as_json, store), json.loads(command.arguments))
         shown, style = result.shown, TerminalStyle(command.width, command.colours)
@@ -204,7 +205,7 @@ def run_for_client(store: Store, command: RemoteCommand) -> CommandResult:
         parts = json_parts(shown, ascii_only=False) if command.as_json else text_parts(shown, style)
         return CommandResult(_joined(parts), result.code)
     except Question as question:
-        return CommandResult(question=question.question, otherwise=question.otherwise)
+        return CommandResult(question=question.question, otherwise=question.otherwise, about=question.about)
     finally:
         REMOTE_ANSWER.reset(before)
 

@@ -16,6 +16,7 @@ from array import array
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -227,7 +228,8 @@ def _apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note:
             )
         pending = _PendingDrop(database, policy_plan, _share_of(manifest, policy_plan))
         if not yes:
-            confirm(_question(pending), "nothing was dropped", {"database": database, "dropped": []})
+            nothing = {"database": database, "dropped": []}
+            confirm(_question(pending), "nothing was dropped", nothing, about=_snapshots_of([pending]))
         job = _ended(store, pending, force)
         dropped = _gone(manifest, policy_plan)
     total = count_of(len(policy_plan.decisions), "snapshot")
@@ -276,6 +278,14 @@ def _gone(manifest: ManifestStore, policy_plan: RetentionPlan) -> list[SnapshotI
     """Return the snapshots of the plan that were in fact dropped."""
     left = {info.snapshot_id for info in manifest.snapshots.of(policy_plan.db_id)}
     return [info for info in policy_plan.dropped if info.snapshot_id not in left]
+
+
+def _snapshots_of(pending: Iterable[_PendingDrop]) -> str:
+    """Return a digest of the snapshots that the user is asked about: the question counts them."""
+    digest = sha256()
+    for item in pending:
+        digest.update(f"{item.plan.db_id}:{[info.snapshot_id for info in item.plan.dropped]}\n".encode())
+    return digest.hexdigest()
 
 
 def _question(pending: _PendingDrop) -> str:
@@ -339,8 +349,10 @@ def _apply_all(cli: Cli, force: bool, yes: bool) -> CliResult:
         for item in pending:
             (refused if item.plan.needs_force and not force else chosen).append(item)
         report = _RunReport(with_policy, refused, as_json=cli.as_json)
-        if chosen and not yes and not agreed(_question_of_all(chosen, refused), "nothing was dropped"):
-            return CliResult(report.finished("nothing was dropped"), PROBLEMS)
+        if chosen and not yes:
+            question = _question_of_all(chosen, refused)
+            if not agreed(question, "nothing was dropped", about=_snapshots_of(chosen)):
+                return CliResult(report.finished("nothing was dropped"), PROBLEMS)
         jobs = _run(chosen, store, force, f"retention of {count_of(len(chosen), 'database')}") if chosen else ()
         for item, job in _with_jobs(chosen, jobs):
             report.add(item, job, store.manifest)

@@ -38,7 +38,7 @@ from quire.cli.lookup import (
 from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
-from quire.core.errors import InvalidInput, UnknownDatabase
+from quire.core.errors import Conflict, InvalidInput, UnknownDatabase
 from quire.core.json_values import plain
 from quire.core.reader_info import reader_text
 from quire.core.timeline import RANGE_BITS
@@ -247,14 +247,16 @@ def drop(
         try:
             info = store.database(name)
         except UnknownDatabase:
-            if not now or not any(name in (gone.name, f"#{gone.db_id}") for gone in store.dropped()):
+            gone = next((gone for gone in store.dropped() if name in (gone.name, f"#{gone.db_id}")), None)
+            if not now or gone is None:
                 raise
-            return _purge(store, name, yes)
+            return _purge(store, gone, yes)
         if not yes:
             also = f" with {count_of(info.snapshots, 'snapshot')}" if snapshots and info.snapshots else ""
             lost = " It cannot be brought back." if now else ""
             question = f"drop the {KIND_WORDS[info.kind.name.lower()]} {name}{also}?{lost}"
             confirm(question, "nothing was dropped", {"dropped": None})
+            _refuse_another(store, name, info, snapshots=snapshots)
         dropped = store.drop(name, snapshots=snapshots, undoable=not now)
         kept = [gone for gone in store.dropped() if gone.db_id == info.db_id]
     left = replace(dropped, status=DbStatus.TOMBSTONED, snapshots=0)  # its snapshots are dropped with it
@@ -262,15 +264,24 @@ def drop(
     return Note(text=f"dropped {name}{back}", data={"dropped": left, "until_ms": kept[0].until_ms if kept else None})
 
 
-def _purge(store: Store | Client, name: str, yes: bool) -> Note:
+def _refuse_another(store: Store | Client, name: str, shown: DatabaseInfo, *, snapshots: bool) -> None:
+    """Raise `Conflict` if the name, or what is dropped with the database, has changed while the user was asked: the owner is
+    another process, which goes on."""
+    info = store.database(name)
+    if info.db_id != shown.db_id or (snapshots and info.snapshots > shown.snapshots):
+        hint = "nothing was dropped; run the command again"
+        raise Conflict("the database was changed in the meantime", hint=hint, name=name)
+
+
+def _purge(store: Store | Client, dropped: DroppedDatabase, yes: bool) -> Note:
     """Remove permanently a database that was dropped before."""
     if not yes:
         confirm(
-            f"free the space of the dropped database {name}? It cannot be brought back.",
+            f"free the space of the dropped database {dropped.name}? It cannot be brought back.",
             "nothing was dropped",
             {"dropped": None},
         )
-    gone = store.purge(name)
+    gone = store.purge(dropped.db_id)
     text = (
         f"{gone.name} (id {gone.db_id}) cannot be brought back any more; its space is freed when nothing refers to it"
     )

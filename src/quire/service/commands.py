@@ -40,6 +40,8 @@ class RemoteCommand(Request, frozen=True):
     width: int = 0
     colours: bool = False
     answer: str = ""
+    about: str = ""
+    """What the answer is about, as in the result that asked."""
 
 
 class CommandResult(Request, frozen=True):
@@ -49,6 +51,8 @@ class CommandResult(Request, frozen=True):
     code: int = 0
     question: str = ""
     otherwise: str = ""
+    about: str = ""
+    """What the question is about. If an answer is about something else, the question is asked again."""
 
 
 COMMAND = Action("command", RemoteCommand, CommandResult, local=True)
