@@ -35,7 +35,7 @@ STANDBY_SEEDS = 20
 POINT_SEEDS = 40
 """How many seeds may be needed for a life to die at a failpoint; most need one or two."""
 SOURCES = Path(quire.__file__).parent
-HIT = re.compile(r'\bhit\(f?"((?:archive|standby)\.[^"]+)"\)')
+HIT = re.compile(r'\bhit\(f?"((?:archive|restore|standby)\.[^"]+)"\)')
 FIRST = {f"archive.abandoned.{step}": (UNNAMED_BASE,) for step in ("before", "objects", "logs")}
 """Where lives must die to make a failpoint reachable: an epoch is abandoned if its owner dies before its first base."""
 _patch = pytest.MonkeyPatch()

@@ -87,7 +87,7 @@ def test_a_takeover_whose_log_is_trimmed_while_it_is_reading_begins_again(tmp_pa
 @pytest.mark.parametrize("is_broken", [False, True], ids=["continuous before", "broken before"])
 def test_a_takeover_includes_what_an_owner_that_restarts_meanwhile_archives(tmp_path: Path, is_broken: bool) -> None:
     """Hazard: a restarted owner breaks the chain and continues with a base. Changes that it acknowledged between the
-    reading of its log and the seal were left out, because they follow a break."""
+    reading of its log and the takeover's claim were left out, because they follow a break."""
     archived = ArchivedStore(tmp_path)
     fill(archived.store, 0)
     archived.wait_archived()
@@ -107,7 +107,7 @@ def test_a_takeover_includes_what_an_owner_that_restarts_meanwhile_archives(tmp_
                 store.archive.wait(WAIT)  # type: ignore[union-attr]
                 acknowledged.append(contents(store))
 
-    with armed("archive.seal.before", restart):
+    with armed("restore.replayed", restart):
         archived.restore("successor", takeover=True)
     with archived.open(tmp_path / "successor") as successor:
         assert contents(successor) == acknowledged[0]
@@ -134,7 +134,7 @@ def test_a_takeover_includes_what_an_owner_archives_that_completes_its_first_bas
                 store.archive.wait(WAIT)  # type: ignore[union-attr]
                 acknowledged.append(contents(store))
 
-    with armed("archive.seal.before", restart):
+    with armed("restore.replayed", restart):
         archived.restore("third", takeover=True)
     with archived.open(tmp_path / "third") as successor:
         assert contents(successor) == acknowledged[0]
@@ -171,7 +171,7 @@ def test_a_takeover_that_begins_again_empties_its_directory_but_never_leaves_hal
     target = tmp_path / "successor"
     (target / "lost+found").mkdir(parents=True)
     (target / "lost+found" / "#12").write_bytes(b"recovered by fsck")
-    with armed("archive.seal.before", restart), suppress(OSError):
+    with armed("restore.replayed", restart), suppress(OSError):
         archived.restore("successor", takeover=True, disk=disk())
     assert (target / "lost+found" / "#12").read_bytes() == b"recovered by fsck"
     if disk is OsDisk:

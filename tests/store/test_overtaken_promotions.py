@@ -33,6 +33,13 @@ def fill_and_wait(store: quire.Store, start: int) -> None:
     store.archive.wait(WAIT)
 
 
+def put_too_late(store: quire.Store) -> None:
+    """Not a commit of SQLite, which raises another error if background work meets the seal first."""
+    store.kv("pairs").put(b"too", b"late")
+    assert store.archive is not None
+    store.archive.wait(WAIT)
+
+
 def taken_over(archived: ArchivedStore) -> quire.Store:
     archived.restore("restored", takeover=True)
     return archived.open(archived.home / "restored")
@@ -82,9 +89,27 @@ def test_with_discard_an_interrupted_promotion_deposes_an_owner_that_came_after_
         expected = contents(owner)
         assert promote(standby, discard=True).owner_epoch == 4
         with pytest.raises(StoreFenced):
-            fill_and_wait(owner, 40)
+            put_too_late(owner)
         with suppress(StoreFenced):
             owner.close()
         with archived.open(standby) as store:
             assert contents(store) == expected, "the base of the deposed owner was complete"
             fill_and_wait(store, 60)
+
+
+@pytest.mark.parametrize("step", ["standby.claimed", "standby.named", *BEGUN])
+@pytest.mark.parametrize("died_at", ["objects.ownership.created", "archive.seal.before", "archive.seal.put"])
+def test_a_promotion_is_refused_if_a_takeover_came_after_it_and_died(tmp_path: Path, step: str, died_at: str) -> None:
+    """Hazard: a restore sealed the log before it claimed its epoch. The interrupted promotion found no newer claim, reported
+    success, and was fenced at its first upload."""
+    with archived_store(tmp_path) as archived:
+        standby = interrupted(archived, step)
+        with armed(died_at, "1*raise:EIO"), pytest.raises(OSError, match="failpoint"):
+            archived.restore("died", takeover=True)
+        with pytest.raises(StoreFenced, match="epoch 3"):
+            promote(standby)
+        assert promote(standby, discard=True).owner_epoch == 4
+        with archived.open(standby) as store:
+            fill_and_wait(store, 20)
+            expected = contents(store)
+        assert archived.restored_contents() == expected

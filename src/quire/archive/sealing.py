@@ -39,7 +39,7 @@ from quire.core.errors import AlreadyExists, Corruption, StoreFenced
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.objects.api import ExistingObject, ObjectStore
-from quire.objects.ownership import READ_ONLY_COMMANDS, claimed_epochs
+from quire.objects.ownership import READ_ONLY_COMMANDS, claimed_epochs, refuse_forged
 
 Overtaken = Callable[[Header, bytes, list[AnyEvent]], None]
 """Called with (header, digest, events) of an object that the owner wrote before the seal."""
@@ -52,6 +52,14 @@ def owner_epochs(store: ObjectStore, store_id: str) -> list[int]:
     if not archived:
         return []
     return sorted({*archived, *(epoch for epoch in claimed_epochs(store, store_id) if epoch > archived[0])})
+
+
+def highest_epoch(store: ObjectStore, store_id: str, epoch: int) -> int:
+    """Return the highest owner epoch that was claimed or has an archive. `epoch` is the caller's own: `Corruption` is raised if
+    the highest one is further above it than takeovers can explain."""
+    highest = max((*epochs(store, store_id), *claimed_epochs(store, store_id)), default=0)
+    refuse_forged(store, epoch, highest)
+    return highest
 
 
 def former_epoch(store: ObjectStore, store_id: str, epoch: int) -> int:

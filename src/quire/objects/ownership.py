@@ -259,8 +259,7 @@ class Ownership:
             self._verify()
 
     def depose(self, error: StoreFenced) -> None:
-        """Record that the archiver met a successor's seal. Listing might not find that successor yet: it creates its owner
-        object after the seal."""
+        """Record that the archiver met a successor's seal."""
         with self._lock:
             if self._fenced is None:
                 self._fenced = error
@@ -426,11 +425,7 @@ class Ownership:
         with self._lock:
             newest = newest_owner(self._place(), self._store_id)
             highest = newest[0] if newest is not None else 0
-            if highest - self._epoch > EPOCHS_PER_TAKEOVER:
-                what = "the bucket has an owner whose epoch is far above this store's"
-                hint = "find the process that wrote it; if there is none, remove that object"
-                where = {"epoch": self._epoch, "found": highest, "store": self._place().url}
-                raise Corruption(what, hint=hint, **where)
+            refuse_forged(self._place(), self._epoch, highest)
             claimed = self._claimed(newest)
             epoch = claimed.epoch if claimed is not None else max(highest, self._epoch) + 1
             # The bucket first: an epoch that only this directory's manifest has would depose, when the directory is opened
@@ -444,6 +439,14 @@ class Ownership:
             self._record = read_file(self._disk, self._root)
             self._verify()
         return self.state
+
+
+def refuse_forged(store: ObjectStore, epoch: int, highest: int) -> None:
+    """Raise `Corruption` if the highest owner epoch in a bucket is further above this store's than takeovers can explain."""
+    if highest - epoch > EPOCHS_PER_TAKEOVER:
+        what = "the bucket has an owner whose epoch is far above this store's"
+        hint = "find the process that wrote it; if there is none, remove that object"
+        raise Corruption(what, hint=hint, epoch=epoch, found=highest, store=store.url)
 
 
 def claim_epoch(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, now_ms: int) -> bool:

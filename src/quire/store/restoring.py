@@ -10,6 +10,11 @@ What is on disk after each step, and what happens if the restore stops there:
   named              restored.json, then no .files/         opens; fenced at its first upload
   disowned           owner.json                             can be read; can be written after a takeover
 
+With `takeover`, after the log is applied:
+  claimed            owner.json, the claim's object         as above: incomplete; owners before it are fenced
+  sealed, named      restored.json, then no .files/         can be read; `quire takeover` continues with the claimed epoch
+  taken over         the new epoch                          opens
+
 Threads: one. Raises `InvalidInput`, `ObjectNotFound`, `Corruption`, and the errors of the disk and the object store.
 """
 
@@ -28,23 +33,23 @@ from quire.archive.format import NO_DIGEST, AnyEvent, Header, Position
 from quire.archive.log_reader import (
     RestorePoint,
     base_events,
-    epochs,
     header_of,
     is_continuous,
     log_events,
 )
 from quire.archive.replay import Replay
-from quire.archive.sealing import newest_missing_position, seal, seal_later
+from quire.archive.sealing import highest_epoch, newest_missing_position, seal, seal_later
 from quire.archive.state_files import Origin, write_origin
 from quire.archive.store_choice import choose_store
 from quire.archive.window import point_at
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, StoreFenced
 from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.core.time_parsing import requested_moment
 from quire.core.timeline import preceding
 from quire.durable import names
+from quire.durable.failpoints import hit
 from quire.durable.files import Disk, OsDisk, remove_tree
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
@@ -52,7 +57,7 @@ from quire.manifest.change import CHANGE_LOG
 from quire.manifest.namespaces import Parent, begin_restored
 from quire.manifest.records import DbKind, MetaRecord, Residency
 from quire.manifest.store import ManifestStore
-from quire.objects.ownership import OwnerFile, newest_owner, no_successor, write_file
+from quire.objects.ownership import OwnerFile, claim_epoch, no_successor, write_file
 from quire.store import layout, object_location
 from quire.store.backup import Progress, copy_into, no_progress, open_backup, read_index
 from quire.store.config_edit import Value, change_config
@@ -111,8 +116,8 @@ def restore(
     `epoch` restores a state of that owner epoch, also if a takeover of an earlier state has abandoned it. If the last log
     object is damaged, the state before it is restored.
 
-    `takeover=True` also seals the log of the owner that wrote it, applies what that owner wrote until then, and makes this
-    directory the owner.
+    `takeover=True` also claims the next owner epoch, seals the log of the owner that wrote it, applies what that owner wrote
+    until then, and makes this directory the owner.
     """
     started = time.monotonic()
     disk, clock, progress = disk or OsDisk(), clock or SystemClock(), progress or no_progress
@@ -135,7 +140,10 @@ def restore(
             with _beginning_again(bucket, point, is_newest=is_newest):
                 digest, count, size = replay_point(bucket, point, replay, progress)
             if takeover:
-                point, digest = _seal(bucket, point, digest, replay, clock)
+                # In this order (A2): an owner whose log is sealed, or a standby whose promotion was interrupted, finds the
+                # claim, also if this process dies before it has begun the epoch.
+                successor = _claim(bucket, point, root, disk, clock)
+                point, digest = _seal(bucket, point, digest, replay, successor, clock)
             # Objects after a break, or of an owner that completed no base, cannot be restored by any restore.
             given_up = newest_missing_position(bucket, point.store_id, point.position) if takeover else None
             home = url if index is None else ""
@@ -148,9 +156,10 @@ def restore(
             if origin:
                 write_origin(disk, root, origin)
             replay.finish()
-        _recover(root, disk, clock, point, origin)
         if takeover:
             _become_owner(bucket, point, given_up, root, disk, clock)
+        else:
+            _recover(root, disk, clock, point, origin)
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
     except _NewerBase:  # once the log is sealed, this does not happen again
         _empty(disk, root)
@@ -164,10 +173,11 @@ def restore(
 def _become_owner(
     bucket: ObjectStore, point: RestorePoint, given_up: Position | None, root: str, disk: Disk, clock: Clock
 ) -> None:
-    """Take the store over with the restored directory."""
+    """Take the store over with the restored directory, in the epoch that it has claimed, and run recovery."""
     # Another takeover that came first has continued the log: what it has put is not given up, but refused.
     discard = given_up == newest_missing_position(bucket, point.store_id, point.position)
-    open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=discard).close()
+    with open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=discard) as store:
+        open_written(store)
 
 
 def _empty_directory(disk: Disk, directory: str | os.PathLike[str]) -> str:
@@ -244,13 +254,22 @@ def replay_point(
     return last, parts + logs, size
 
 
+def _claim(bucket: ObjectStore, point: RestorePoint, root: str, disk: Disk, clock: Clock) -> int:
+    """Claim the next owner epoch for the directory, and return its number. From then on all owners before it are fenced."""
+    hit("restore.replayed")
+    epoch = highest_epoch(bucket, point.store_id, point.position.epoch) + 1
+    if not claim_epoch(bucket, disk, root, point.store_id, epoch, clock.now_ms()):
+        what = f"another directory has claimed owner epoch {epoch} at the same moment"
+        hint = "use that directory, or remove this one and restore again"
+        raise StoreFenced(what, hint=hint, path=root)
+    return epoch
+
+
 def _seal(
-    bucket: ObjectStore, point: RestorePoint, digest: bytes, replay: Replay, clock: Clock
+    bucket: ObjectStore, point: RestorePoint, digest: bytes, replay: Replay, successor: int, clock: Clock
 ) -> tuple[RestorePoint, bytes]:
     """Seal the log of the owner that wrote it, and apply what it wrote until then. After a broken chain nothing is applied: the
     restored state is the last consistent one, unless a base has followed (`_NewerBase`)."""
-    newest = newest_owner(bucket, point.store_id)
-    successor = max(newest[0] if newest is not None else 0, *epochs(bucket, point.store_id)) + 1
     epoch, now_ms = point.position.epoch, clock.now_ms()
     seal_later(bucket, point.store_id, epoch, successor, now_ms)
     if point_at(bucket, point.store_id).position.epoch > epoch:

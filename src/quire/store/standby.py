@@ -67,7 +67,7 @@ from quire.archive.log_reader import (
 )
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.replay import Replay
-from quire.archive.sealing import positions_after, seal, seal_later
+from quire.archive.sealing import highest_epoch, positions_after, seal, seal_later
 from quire.archive.standbys import (
     HEARTBEAT_SECONDS,
     OwnerContact,
@@ -102,7 +102,7 @@ from quire.durable.locks import FileLock
 from quire.manifest.row_image import RowImage, image
 from quire.objects.open import open_store
 from quire.objects.options import options_of
-from quire.objects.ownership import claim_epoch, newest_owner
+from quire.objects.ownership import claim_epoch
 from quire.pages.leasefiles import LeaseFiles
 from quire.store import layout
 from quire.store.archiving import refuse_unapplied
@@ -530,8 +530,7 @@ class Standby:
                 refuse_unapplied(self._bucket, self._state.store_id, self._state.position)
 
     def _highest_epoch(self) -> int:
-        newest = newest_owner(self._bucket, self._state.store_id)
-        return max(newest[0] if newest is not None else 0, *epochs(self._bucket, self._state.store_id))
+        return highest_epoch(self._bucket, self._state.store_id, self._state.position.epoch)
 
     def _continue(self, discard: bool) -> None:
         """Check that a promotion that was interrupted still has the highest claim; otherwise give it up, or claim again."""

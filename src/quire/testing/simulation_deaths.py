@@ -37,6 +37,7 @@ RESTORE_POINTS = (
     "archive.replay.files",
     "archive.replay.rows",
     "archive.replay.replaced",
+    "restore.replayed",
     "archive.seal.ahead",
     "archive.seal.stopped",
     "archive.seal.before",

@@ -459,7 +459,7 @@ def _depose(
         if owner == "wakes":
             wake()
         for life in lives:
-            with _fenced_by_claim(start.is_promoted):
+            with _fenced_by_claim():
                 life.run(steps)
                 if waits:
                     life.wait()
@@ -467,19 +467,21 @@ def _depose(
 
     if owner == "runs":
         wake()
-    # A promotion claims its epoch before it seals the log: an owner that wakes up after that cannot even be read.
-    point = "standby.promoting" if start.is_promoted and owner == "wakes" else "archive.seal.before"
+    # A takeover claims its epoch before it seals the log: an owner that wakes up after that is fenced.
+    point = "archive.seal.before"
+    if owner == "wakes":
+        point = "standby.promoting" if start.is_promoted else "restore.replayed"
     with armed(point, write):
         return awake, take_over()
 
 
 @contextmanager
-def _fenced_by_claim(is_claimed: bool) -> Iterator[None]:
-    """Let the former owner be fenced before its log is sealed, if the next epoch is claimed, as promotions do first."""
+def _fenced_by_claim() -> Iterator[None]:
+    """Let the former owner be fenced before its log is sealed: the next epoch is claimed first."""
     try:
         yield
     except (StepInterrupted, StoreFenced) as error:
-        if not is_claimed or not (isinstance(error, StoreFenced) or isinstance(error.__cause__, StoreFenced)):
+        if not (isinstance(error, StoreFenced) or isinstance(error.__cause__, StoreFenced)):
             raise
 
 
