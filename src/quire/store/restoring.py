@@ -140,10 +140,7 @@ def restore(
             with _beginning_again(bucket, point, is_newest=is_newest):
                 digest, count, size = replay_point(bucket, point, replay, progress)
             if takeover:
-                # In this order (A2): an owner whose log is sealed, or a standby whose promotion was interrupted, finds the
-                # claim, also if this process dies before it has begun the epoch.
-                successor = _claim(bucket, point, root, disk, clock)
-                point, digest = _seal(bucket, point, digest, replay, successor, clock)
+                point, digest = _depose(bucket, point, digest, replay, root, disk, clock)
             # Objects after a break, or of an owner that completed no base, cannot be restored by any restore.
             given_up = newest_missing_position(bucket, point.store_id, point.position) if takeover else None
             home = url if index is None else ""
@@ -252,6 +249,16 @@ def replay_point(
         size, last = size + header.body_bytes, digest
         progress("log", number, logs)
     return last, parts + logs, size
+
+
+def _depose(
+    bucket: ObjectStore, point: RestorePoint, digest: bytes, replay: Replay, root: str, disk: Disk, clock: Clock
+) -> tuple[RestorePoint, bytes]:
+    """Claim the next owner epoch, seal the log of the owner before it, and apply what that one wrote until then."""
+    # In this order (A2): an owner whose log is sealed, and a standby whose promotion was interrupted, find the claim, also if
+    # this process dies before it has begun the epoch.
+    successor = _claim(bucket, point, root, disk, clock)
+    return _seal(bucket, point, digest, replay, successor, clock)
 
 
 def _claim(bucket: ObjectStore, point: RestorePoint, root: str, disk: Disk, clock: Clock) -> int:
