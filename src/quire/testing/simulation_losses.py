@@ -481,7 +481,12 @@ def _fenced_by_claim() -> Iterator[None]:
     try:
         yield
     except (StepInterrupted, StoreFenced) as error:
-        if not (isinstance(error, StoreFenced) or isinstance(error.__cause__, StoreFenced)):
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(
+            cause, StoreFenced
+        ):  # SQLite's commit puts an error of its own around it
+            cause = cause.__cause__
+        if cause is None:
             raise
 
 
