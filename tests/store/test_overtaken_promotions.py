@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+import apsw
 import pytest
 
 import quire
@@ -81,8 +82,11 @@ def test_with_discard_an_interrupted_promotion_deposes_an_owner_that_came_after_
         fill_and_wait(owner, 20)
         expected = contents(owner)
         assert promote(standby, discard=True).owner_epoch == 4
+        with suppress(StoreFenced, apsw.IOError):  # a statement that is fenced between its commit and its sync
+            fill(owner, 40)
+        assert owner.archive is not None
         with pytest.raises(StoreFenced):
-            fill_and_wait(owner, 40)
+            owner.archive.wait(WAIT)
         with suppress(StoreFenced):
             owner.close()
         with archived.open(standby) as store:

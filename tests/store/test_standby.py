@@ -307,6 +307,18 @@ def test_a_standby_is_promoted_although_the_object_that_names_its_base_is_damage
     assert archived.restored_contents() == expected
 
 
+def test_a_standby_of_backups_is_refused(tmp_path: Path) -> None:
+    """Hazard: the log between two backups lacks what changed between them. A standby applied it, and was damaged."""
+    with quire.open(tmp_path / "store") as store:
+        fill(store, 0)
+        store.backup(str(tmp_path / "backups"))
+    with (
+        Standby(str(tmp_path / "backups"), tmp_path / "standby") as standby,
+        pytest.raises(InvalidInput, match="backups"),
+    ):
+        standby.poll()
+
+
 def test_promotion_applies_what_the_owner_writes_meanwhile_and_fences_it(tmp_path: Path) -> None:
     with archived_store(tmp_path) as archived:
         fill(archived.store, 0)

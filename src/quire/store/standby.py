@@ -106,14 +106,14 @@ from quire.objects.ownership import claim_epoch, newest_owner
 from quire.pages.leasefiles import LeaseFiles
 from quire.store import layout
 from quire.store.archiving import refuse_unapplied
-from quire.store.backup import Progress, no_progress
+from quire.store.backup import Progress, no_progress, read_index
 from quire.store.opening import open_owner
 from quire.store.restoring import (
     correct_block,
     correct_rows,
     open_written,
     quiet_settings,
-    replay_point,
+    replay_state,
     write_config,
 )
 
@@ -393,6 +393,10 @@ class Standby:
 
     def _rebuild(self, point: RestorePoint) -> None:
         self._close_replay()
+        if read_index(self._bucket, point.store_id, point.position) is not None:
+            # The log of a backup has only what changed while its base was read: it cannot be followed.
+            hint = "give the URL of the store's archive; `quire restore-store` restores a backup"
+            raise InvalidInput("this location has backups of the store, and no archive", hint=hint, url=self.url)
         while True:
             try:
                 digest, objects, oldest = self._stage(point)
@@ -427,8 +431,8 @@ class Standby:
         self._remove(STAGED)
         self._disk.make_dirs(staged)
         hit("standby.emptied")
-        with Replay(self._disk, staged) as replay:
-            digest, objects, _ = replay_point(self._bucket, point, replay, self._progress)
+        replay, digest, objects, _ = replay_state(self._bucket, point, self._disk, staged, self._progress)
+        with replay:
             correct_rows(replay, self.path, self.url)
             with replay.rows().read() as txn:
                 oldest = txn.feed_bounds()[0]
