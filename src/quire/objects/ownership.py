@@ -60,6 +60,8 @@ FILE_BYTES_MAX = 4096
 OBJECT_BYTES_MAX = 4096
 """Both limits are more than ten times the usual size."""
 NONCE_CHARACTERS = 32
+KEPT_CHARACTERS = NONCE_CHARACTERS // 2
+"""How much of its nonce a session hands on to the claim of a takeover."""
 
 
 class OwnerFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
@@ -457,7 +459,10 @@ def claim_epoch(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch:
     except Corruption:
         record = None  # a takeover replaces the file
     if record is None or (record.store_id, record.epoch, record.session) != (store_id, epoch, 1) or record.successor:
-        nonce = secrets.token_hex(NONCE_CHARACTERS // 2)
+        # The first half tells which session the directory had before: its record is replaced, and if the object is never
+        # created, that session's owner goes on (`newer_owner`). The second half makes the claim this directory's own.
+        begin = record.nonce[:KEPT_CHARACTERS] if record is not None and record.store_id == store_id else ""
+        nonce = begin + secrets.token_hex((NONCE_CHARACTERS - len(begin)) // 2)
         record = OwnerFile(store_id=store_id, epoch=epoch, session=1, nonce=nonce)
         write_file(disk, root, record)
         hit("objects.ownership.recorded")
@@ -502,17 +507,21 @@ def claimed_epochs(store: ObjectStore, store_id: str) -> list[int]:
 def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root: str) -> str:
     """Return a description of the owner that claimed a location after this directory; empty if none did. Claims nothing.
 
-    What this directory has claimed itself does not count. If it has claimed an epoch that it has not begun, other sessions of
-    its present epoch do not count either: that takeover has decided about them.
+    What this directory has claimed itself does not count. If it has claimed an epoch that it has not begun, and the claim's
+    object exists, other sessions of its present epoch do not count either: that takeover has decided about them. Without the
+    object nobody could know of that takeover, so a session that followed this directory's counts.
     """
     recorded = read_file(disk, root)
-    seen = 0
-    if recorded is not None and recorded.epoch >= epoch:
-        seen = recorded.confirmed if recorded.epoch == epoch else U32_MAX
+    seen = recorded.confirmed if recorded is not None and recorded.epoch == epoch else 0
+    is_claim = recorded is not None and recorded.epoch > epoch
     for newer, session, key in reversed(list(_owners(store, store_id, owner_key(store_id, epoch, seen)))):
         owner = _read(store, key)
-        if recorded is None or owner is None or owner.nonce != recorded.nonce:
+        # Only in its present epoch: a copy of this directory hands the same half on to its own claims.
+        compared = KEPT_CHARACTERS if is_claim and newer == epoch else NONCE_CHARACTERS
+        if recorded is None or owner is None or owner.nonce[:compared] != recorded.nonce[:compared]:
             return f"{newer:08x}.{session:08x} ({_owner_text(owner)})"
+        if is_claim:
+            break  # its claim, or its session before the claim: what is older does not count
     return ""
 
 
