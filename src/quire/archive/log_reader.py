@@ -204,10 +204,15 @@ def find(
 
 
 def find_intact(
-    store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: int | None = None
+    store: ObjectStore,
+    store_id: str,
+    at_ms: int | None = None,
+    *,
+    epoch: int | None = None,
+    upto: Position | None = None,
 ) -> RestorePoint:
     """Return what `find` returns, or the newest state before it whose last log object is not damaged."""
-    point = find(store, store_id, at_ms, epoch=epoch)
+    point = find(store, store_id, at_ms, epoch=epoch, upto=upto)
     newest, damaged = point.newest, point.damaged
     while True:
         try:
