@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
-from quire.archive.format import HEADER_BYTES, Position, log_key
-from quire.archive.log_reader import epochs, log_positions
+from quire.archive.format import HEADER_BYTES, Kind, Position, log_key
+from quire.archive.log_reader import epochs, find, log_positions
 from quire.archive.window import Line, abandoned_epochs, list_archive, plan_trim
 from quire.cli.main import run
 from quire.core.errors import Corruption
@@ -18,7 +20,7 @@ from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.store.heavy import audit_bucket
 from quire.store.standby import Standby, promote
-from tests.archive.archived_store import ArchivedStore, contents, fill
+from tests.archive.archived_store import WAIT, ArchivedStore, contents, fill, kill
 from tests.archive.test_window import WindowedStore, run_hours, value_of
 
 Damage = Callable[[bytes], bytes]
@@ -122,6 +124,80 @@ def test_other_names_in_the_archive_are_ignored(tmp_path: Path) -> None:
         assert contents(store) == expected
 
 
+@pytest.fixture
+def two_bases(tmp_path: Path) -> tuple[ArchivedStore, dict[str, Any]]:
+    """The archive of a killed owner with two bases, and what it archived. A standby has applied none of it."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    with archived.archiver._cutting:
+        archived.archiver._begin_base()  # as when it is due: `base()` begins a new chain
+    base = archived.archiver._base_thread
+    assert base is not None
+    base.join()
+    fill(archived.store, 20)
+    archived.wait_archived()
+    expected = contents(archived.store)
+    kill(archived.store)
+    return archived, expected
+
+
+def parts_of_newest_base(archived: ArchivedStore) -> list[Path]:
+    with closing(open_store(str(archived.bucket))) as bucket:
+        return [archived.bucket / key for key, _, _ in find(bucket, archived.store_id).base.parts]
+
+
+@pytest.mark.parametrize("damage_of", ["header", "events", "missing"])
+def test_if_a_part_of_a_base_is_damaged_the_base_before_and_the_log_are_restored(
+    two_bases: tuple[ArchivedStore, dict[str, Any]], tmp_path: Path, damage_of: str
+) -> None:
+    """Hazard: nothing newer than the base before could be restored, although the log has all of it."""
+    archived, expected = two_bases
+    (part,) = parts_of_newest_base(archived)
+    if damage_of == "missing":
+        part.unlink()
+    else:
+        part.write_bytes(DAMAGES[damage_of](part.read_bytes()))
+    restored = quire.restore(str(archived.bucket), tmp_path / "restored")
+    assert restored.position == archived.headers()[-1].position
+    quire.clone(str(archived.bucket), tmp_path / "clone", store_id=archived.store_id)
+    with Standby(str(archived.bucket), tmp_path / "standby", store_id=archived.store_id) as standby:
+        standby.promote()
+    for directory in ("restored", "clone", "standby"):
+        with quire.open(tmp_path / directory, "r") as store:
+            assert contents(store) == expected, directory
+            assert store.manifest.check() == []
+
+
+def test_a_base_before_a_break_of_the_chain_is_not_restored_in_place_of_a_damaged_one(
+    two_bases: tuple[ArchivedStore, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The log between them lacks changes."""
+    archived, _ = two_bases
+    with archived.open() as store:  # a killed owner continues with a base
+        fill(store, 40)
+        assert store.archive is not None
+        store.archive.wait(WAIT)
+    (part,) = parts_of_newest_base(archived)
+    part.write_bytes(b"damaged")
+    with pytest.raises(Corruption, match="does not match"):
+        quire.restore(str(archived.bucket), tmp_path / "restored")
+
+
+def test_another_backup_is_not_restored_in_place_of_a_damaged_one(tmp_path: Path) -> None:
+    """The log between two backups has nothing of what changed between them."""
+    with quire.open(tmp_path / "store") as store:
+        for start in (0, 20):
+            fill(store, start)
+            store.backup(str(tmp_path / "backups"))
+        store_id = store.info().store_id
+    with closing(open_store(str(tmp_path / "backups"))) as bucket:
+        parts = find(bucket, store_id).base.parts
+    (tmp_path / "backups" / parts[-1][0]).write_bytes(b"damaged")
+    with pytest.raises(Corruption, match="does not match"):
+        quire.restore(str(tmp_path / "backups"), tmp_path / "restored")
+
+
 def planned(store: ObjectStore, store_id: str, before_ms: int) -> set[str]:
     """The objects that trimming would delete."""
     listing = list_archive(store, store_id)
@@ -206,6 +282,52 @@ def test_former_owners_are_not_taken_for_abandoned_if_the_first_object_is_damage
     audit = audit_bucket(str(taken_over.bucket))
     assert {row["artifact"] for row in audit.problems} == {log_key(taken_over.store_id, Position(2, 0))}
     assert audit.orphans == []
+
+
+def test_a_moment_of_a_former_owner_is_restored_although_the_first_object_of_its_successor_is_damaged(
+    taken_over: ArchivedStore, tmp_path: Path
+) -> None:
+    """Hazard: the search for the moment ended there, although the former owner's log is intact."""
+    former = [header for header in taken_over.headers() if header.kind is not Kind.SEAL][-1]
+    expected = taken_over.restored_contents(at_ms=former.at_ms)
+    damage(taken_over, Position(2, 0))
+    restored = quire.restore(str(taken_over.bucket), tmp_path / "restored", at_ms=former.at_ms)
+    assert restored.position == former.position
+    with quire.open(tmp_path / "restored", "r") as store:
+        assert contents(store) == expected
+
+
+def test_a_directory_is_taken_over_although_the_object_that_it_was_restored_to_is_damaged_since(
+    two_bases: tuple[ArchivedStore, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Hazard: the moment was said to have left the window. The directory has everything that the object contains."""
+    archived, expected = two_bases
+    archived.restore()
+    with Standby(str(archived.bucket), tmp_path / "standby", store_id=archived.store_id) as standby:
+        standby.poll()
+    damage(archived, archived.headers()[-1].position)
+    shutil.copytree(archived.bucket, tmp_path / "kept")
+    promote(tmp_path / "standby")
+    shutil.rmtree(archived.bucket)
+    (tmp_path / "kept").rename(archived.bucket)
+    archived.open(tmp_path / "restored", takeover=True).close()
+    for directory in ("standby", "restored"):
+        with quire.open(tmp_path / directory, "r") as store:
+            assert contents(store) == expected
+
+
+def test_a_killed_owner_archives_again_although_its_last_object_is_damaged(
+    two_bases: tuple[ArchivedStore, dict[str, Any]],
+) -> None:
+    """Hazard: it archived nothing more until it was taken over."""
+    archived, _ = two_bases
+    damage(archived, archived.headers()[-1].position)
+    with archived.open() as store:
+        fill(store, 40)
+        assert store.archive is not None
+        store.archive.wait(WAIT)
+        expected = contents(store)
+    assert archived.restored_contents() == expected
 
 
 def test_a_damaged_seal_is_kept(taken_over: ArchivedStore) -> None:

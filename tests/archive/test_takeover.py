@@ -129,6 +129,31 @@ def test_an_old_copy_of_the_directory_is_refused(tmp_path: Path) -> None:
     assert archived.restored_contents() == expected
 
 
+@pytest.mark.parametrize("then", ["the owner continues", "the owner takes over", "nothing"])
+def test_a_takeover_that_nobody_could_know_of_decides_about_nothing_later(tmp_path: Path, then: str) -> None:
+    """Hazard: the takeover of a copy had recorded its claim, and could not put it. The owner went on, and the next attempt gave
+    up what it had written, without being told to."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
+    copy = tmp_path / "copy"
+    shutil.copytree(archived.root, copy)
+    with armed("objects.ownership.recorded", "1*raise:EIO"), pytest.raises(OSError, match="failpoint"):
+        archived.open(copy, takeover=True)
+    if then == "nothing":
+        archived.open(copy, takeover=True).close()
+        return
+    with archived.open(takeover=then == "the owner takes over") as owner:
+        fill(owner, 20)
+        assert owner.archive is not None
+        owner.archive.wait(WAIT)
+        expected = contents(owner)
+        with pytest.raises(ArchiveAhead):
+            archived.open(copy, takeover=True)
+    assert archived.restored_contents() == expected
+    archived.open(copy, takeover=True, discard=True).close()
+
+
 def test_before_the_base_of_a_takeover_counts_the_previous_owner_is_restorable(tmp_path: Path) -> None:
     """The first object of an epoch that began in the owner's own directory had no parent: nothing could be restored."""
     archived = ArchivedStore(tmp_path)

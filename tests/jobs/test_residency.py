@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.core.errors import ArtifactGone
+from quire.core.errors import ArtifactGone, ManifestDamaged, QuireError, UnknownDatabase
 from quire.core.settings import MaintenanceSettings
+from quire.jobs import residency
 from quire.jobs.maintenance import Upkeep
 from quire.jobs.residency import apply_policy, evict_database, hydrate_database
 from quire.manifest import tables as t
@@ -163,3 +164,40 @@ def test_the_policy_passes_over_what_was_deleted_meanwhile(owner: Owner, monkeyp
     monkeypatch.setattr(owner.manifest.jobs, "enqueue", enqueued)
     moves = apply_policy(owner.manifest, [1], owner.clock.now_ms())
     assert len(requested) == moves + 1 > 1, "the others were requested"
+
+
+def test_the_policy_passes_over_databases_with_damaged_rows(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: all databases of a round are read before anything is requested, so one damaged row kept every database from
+    being evicted."""
+    for name in ("shop", "second"):
+        store = owner.database(name)
+        write(store, Model(), {page: image() for page in range(20)})
+        owner.engine.snapshot(name, "kept")
+        owner.checkpoint(store)
+    owner.clock.advance(EVICTING.evict_seconds + 1)
+    scan = ReadTxn.scan
+
+    def damaged(self: ReadTxn, table: t.Table[Any], *prefix: int, **options: Any) -> Any:
+        if table is t.WAL_CATALOG and prefix == (1,):
+            raise ManifestDamaged("a row is damaged")
+        return scan(self, table, *prefix, **options)
+
+    events: list[tuple[str, int]] = []
+    monkeypatch.setattr(ReadTxn, "scan", damaged)
+    monkeypatch.setattr(residency, "emit", lambda _, event, **fields: events.append((event, fields["db_id"])))
+    assert apply_policy(owner.manifest, [1, 2], owner.clock.now_ms()) == 1
+    assert events == [("upkeep.skipped", 1)]
+
+
+@pytest.mark.parametrize("error", [UnknownDatabase("it was purged"), ManifestDamaged("it was closed")])
+def test_the_policy_passes_over_databases_that_went_away_meanwhile(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, error: QuireError
+) -> None:
+    snapshot_with_wal(owner)
+    owner.clock.advance(EVICTING.evict_seconds + 1)
+
+    def enqueue(*_: Any, **__: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(owner.manifest.jobs, "enqueue", enqueue)
+    assert apply_policy(owner.manifest, [1], owner.clock.now_ms()) == 0

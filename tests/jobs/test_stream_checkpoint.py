@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import quire
-from quire.core.errors import IllegalTransition
+from quire.core.errors import IllegalTransition, ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import VARIABLE, armed, hits, recording
 from quire.durable.names import Tier, object_key
@@ -19,6 +20,7 @@ from quire.jobs.residency import request_evict, request_hydrate, request_upload
 from quire.jobs.stream_checkpoint.job import row_of
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
+from quire.manifest.reads import ReadTxn
 from quire.manifest.records import ChunkRecord, JobKind, JobState, Residency, WalState
 from quire.manifest.verification import shares_bytes
 from quire.stream.state import Retention
@@ -109,6 +111,30 @@ def test_segments_beyond_one_job_are_published_by_the_next(
     assert store.checkpoint("clicks").result["chunks"] == 3
     store.worker.drain()
     assert sorted(chunks(store)) == [1, 2, 3, 4]
+
+
+def test_a_damaged_row_of_one_stream_does_not_keep_upkeep_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the step ended at that row, in every round: no stream was checkpointed any more."""
+    maintenance = replace(SETTINGS.maintenance, checkpoint_seconds=0.0)
+    with quire.open(tmp_path / "store", settings=replace(SETTINGS, maintenance=maintenance)) as store:
+        streams = [store.stream(name, create=True) for name in ("one", "two")]
+        for stream in streams:
+            fill(stream, 2)
+        store.streams.tick()
+        scan = ReadTxn.scan
+
+        def damaged(self: ReadTxn, table: t.Table[Any], *prefix: int, **options: Any) -> Any:
+            if table is t.WAL_CATALOG and prefix == (streams[0].stream_id,):
+                raise ManifestDamaged("a row is damaged")
+            return scan(self, table, *prefix, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ReadTxn, "scan", damaged)
+            store.upkeep.round(everything=True)
+        jobs = [job for job in store.manifest.jobs.jobs() if job.kind is JobKind.CHECKPOINT]
+        assert [job.db_id for job in jobs] == [streams[1].stream_id]
 
 
 def test_upkeep_publishes_by_size_and_age(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_failing_batch_does_not_move_the_cursors_registered_before_it(manifest
     ids=str,
 )
 def test_a_field_with_a_wrong_type_is_rejected_in_a_group_too(path: str, wrong: dict[str, Any]) -> None:
-    """Hazard: the fast path committed a record that could not be decoded, and the store could not be opened again."""
+    """Hazard: a group was committed with a record that could not be decoded, and the store could not be opened again."""
     fields = wrong if wrong.keys() <= set(PutChunk.__struct_fields__) else {}
     record = ChunkRecord(Residency.LOCAL, 1, 1) if fields else replace(ChunkRecord(Residency.LOCAL, 1, 1), **wrong)
     with ManifestStore.open(path) as manifest:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from quire.core.errors import Conflict, Corruption, CursorLost, InvalidInput, Re
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
+from quire.objects import tar
 from quire.objects.api import list_objects
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
@@ -375,6 +377,27 @@ def test_two_backups_do_not_write_one_tar_file(tmp_path: Path) -> None:
     first.close()
     with closing(TarStore(path)) as written:
         assert (written.get("one"), written.get("two")) == (b"1", b"2")
+
+
+def test_a_backup_does_not_replace_one_that_ended_while_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had looked for the file before it took the lock of the unfinished one, and gave its own the name in the end."""
+    path, new_file = str(tmp_path / "b.tar"), tar._new_file
+
+    def end_first(temporary: str) -> BinaryIO:
+        monkeypatch.setattr(tar, "_new_file", new_file)
+        with closing(TarStore(path, write=True)) as first:
+            first.put("one", b"1")
+            first.finish()
+        return new_file(temporary)
+
+    monkeypatch.setattr(tar, "_new_file", end_first)
+    with pytest.raises(InvalidInput, match="already exists"):
+        TarStore(path, write=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["b.tar"]
+    with closing(TarStore(path)) as written:
+        assert written.get("one") == b"1"
 
 
 def test_a_backup_replaces_what_a_killed_one_left(tmp_path: Path) -> None:

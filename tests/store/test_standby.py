@@ -248,10 +248,10 @@ def test_a_standby_has_its_files_when_the_window_has_passed(tmp_path: Path, even
         assert contents_after_promotion(archived) == contents(archived.store)
 
 
-@pytest.mark.parametrize("damaged", ["before the base", "names the base"])
+@pytest.mark.parametrize("damaged", ["before the base", "names the base", "after the base"])
 def test_a_promotion_gives_up_only_what_a_damaged_object_hides(tmp_path: Path, damaged: str) -> None:
-    """Hazards: after an object that could not be read, a later base, which has everything, was given up too; and if the
-    object that names the base was damaged after a break, no promotion ended any more."""
+    """Hazards: after an object that could not be read, a later base, which has everything, was given up too; if the object that
+    names the base was damaged after a break, no promotion ended any more; and an object after the base hid the base as well."""
     with archived_store(tmp_path) as archived:
         fill(archived.store, 0)
         polled(archived)
@@ -269,11 +269,16 @@ def test_a_promotion_gives_up_only_what_a_damaged_object_hides(tmp_path: Path, d
             until(lambda: len(archived.headers()) > known)
             kill(broken)
         with archived.open() as store:
+            assert store.archive is not None
             fill(store, 100)
-            store.archive.wait(WAIT)  # type: ignore[union-attr]
-            expected.append(contents(store) if damaged == "before the base" else before)
+            store.archive.wait(WAIT)
+            expected.append(before if damaged == "names the base" else contents(store))
+            last = len(archived.headers())
+            for key in (b"next", b"last") if damaged == "after the base" else ():
+                store.kv("pairs").put(key, b"")
+                store.archive.wait(WAIT)
         headers = archived.headers()
-        place = known if damaged == "before the base" else headers[-1].base
+        place = {"before the base": known, "names the base": headers[-1].base, "after the base": last}[damaged]
         path = archived.log_path(headers[place].position)
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # a fixed byte would leave some of the objects intact
@@ -305,6 +310,18 @@ def test_a_standby_is_promoted_although_the_object_that_names_its_base_is_damage
         store.archive.wait(WAIT)  # type: ignore[union-attr]
         expected = contents(store)
     assert archived.restored_contents() == expected
+
+
+def test_a_standby_of_backups_is_refused(tmp_path: Path) -> None:
+    """Hazard: the log between two backups lacks what changed between them. A standby applied it, and was damaged."""
+    with quire.open(tmp_path / "store") as store:
+        fill(store, 0)
+        store.backup(str(tmp_path / "backups"))
+    with (
+        Standby(str(tmp_path / "backups"), tmp_path / "standby") as standby,
+        pytest.raises(InvalidInput, match="backups"),
+    ):
+        standby.poll()
 
 
 def test_promotion_applies_what_the_owner_writes_meanwhile_and_fences_it(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ from quire.archive.format import (
     part_prefix,
 )
 from quire.core.background import thread_pool
-from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, OutOfRange
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, OutOfRange, QuireError
+from quire.core.events import emit
 from quire.objects.api import ObjectStore
 
 STORE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -182,7 +183,13 @@ def find(
             if usable[0].number:
                 break  # trimmed: earlier objects are out of the window
             # What the owner before has put after this object is not part of the history.
-            parent = bound = header_of(store, store_id, usable[0]).parent
+            try:
+                parent = bound = header_of(store, store_id, usable[0]).parent
+            except Corruption:
+                if at_ms is None:
+                    raise
+                # Where the history continues is not known. The owner before had the state that is looked for at that moment,
+                # even if it was abandoned later.
         current = (
             parent.epoch
             if parent is not None
@@ -197,10 +204,15 @@ def find(
 
 
 def find_intact(
-    store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: int | None = None
+    store: ObjectStore,
+    store_id: str,
+    at_ms: int | None = None,
+    *,
+    epoch: int | None = None,
+    upto: Position | None = None,
 ) -> RestorePoint:
     """Return what `find` returns, or the newest state before it whose last log object is not damaged."""
-    point = find(store, store_id, at_ms, epoch=epoch)
+    point = find(store, store_id, at_ms, epoch=epoch, upto=upto)
     newest, damaged = point.newest, point.damaged
     while True:
         try:
@@ -257,14 +269,9 @@ def _point(
     store: ObjectStore, store_id: str, position: Position, newest: Position, damaged: tuple[Position, ...]
 ) -> RestorePoint:
     header = header_of(store, store_id, position)
-    key = log_key(store_id, Position(position.epoch, header.base))
-    _, events = decode_object(store.get(key), key)
-    # A base that began earlier may be named in the same object; the last one counts.
-    bases = [event for event in events if isinstance(event, BaseEvent)]
-    if not bases:
-        raise Corruption("the log object does not name a base", key=key)
+    base = base_named(store, store_id, Position(position.epoch, header.base))
     return RestorePoint(
-        store_id=store_id, position=position, at_ms=header.at_ms, base=bases[-1], newest=newest, damaged=damaged
+        store_id=store_id, position=position, at_ms=header.at_ms, base=base, newest=newest, damaged=damaged
     )
 
 
@@ -285,6 +292,44 @@ def _ahead(read: Callable[[Wanted], Read], wanted: Iterable[Wanted]) -> Iterator
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
+
+
+def base_named(store: ObjectStore, store_id: str, position: Position) -> BaseEvent:
+    """Return the base that a log object names."""
+    key = log_key(store_id, position)
+    # A base that began earlier may be named in the same object; the last one counts.
+    bases = [event for event in decode_object(store.get(key), key)[1] if isinstance(event, BaseEvent)]
+    if not bases:
+        raise Corruption("the log object does not name a base", key=key)
+    return bases[-1]
+
+
+def with_base_before(store: ObjectStore, point: RestorePoint, error: QuireError) -> RestorePoint:
+    """Return the same state with the base before, which needs more of the log. Raises `error` if it is not about a part of the
+    point's base, or if there is no such base.
+
+    The log after a base contains everything that the next base does, unless the chain of changes was broken in between.
+    """
+    if error.where.get("key") not in {key for key, _, _ in point.base.parts}:
+        raise error
+    epoch, is_passed = point.position.epoch, False
+    try:
+        named = header_of(store, point.store_id, point.position).base
+        while True:
+            base = base_named(store, point.store_id, Position(epoch, named))
+            if is_passed:
+                break
+            is_passed = base == point.base
+            named = header_of(store, point.store_id, Position(epoch, named - 1)).base if named else NONE
+            if named == NONE:
+                raise error
+        for header, _, events in log_events(store, point.store_id, Position(epoch, base.first_log), point.position):
+            if header.position.number > named and not is_continuous(header, events):
+                raise error
+    except (Corruption, ObjectNotFound):
+        raise error from None
+    emit("warning", "archive.base_passed_over", key=error.where["key"], error=str(error))
+    return msgspec.structs.replace(point, base=base)
 
 
 def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]:

@@ -218,7 +218,12 @@ def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: 
         parent, digest = begin_log(store, disk, root, store_id, epoch, now_ms)
         at_ms = _last_moment(store, store_id, epoch)
         return ResumePoint(next=Position(epoch, 0), parent=parent, digest=digest, at_ms=at_ms)
-    header, digest, _ = read_object(store, store_id, log.positions[-1])
+    # If that object is damaged, the owner continues after it, with a base.
+    header, digest = _last_object(store, store_id, epoch)
+    if header is None:
+        raise Corruption(
+            "no object of the archive's log can be read", hint=HELPED_BY, key=log_key(store_id, log.positions[-1])
+        )
     return ResumePoint(
         next=Position(epoch, header.position.number + 1),
         parent=header.position,

@@ -39,13 +39,13 @@ from quire.archive.format import (
     Kind,
     Position,
     archive_prefix,
-    decode_object,
     log_key,
     parse_archive_key,
 )
 from quire.archive.log_reader import (
     RestorePoint,
     base_events,
+    base_named,
     find,
     find_abandoned,
     find_intact,
@@ -282,15 +282,6 @@ def _last_run(logs: Collection[int], bound: int) -> range:
     return range(first, end + 1) if end >= 0 else range(0)
 
 
-def base_named(store: ObjectStore, store_id: str, position: Position) -> BaseEvent:
-    """Return the base that a log object names."""
-    key = log_key(store_id, position)
-    bases = [event for event in decode_object(store.get(key), key)[1] if isinstance(event, BaseEvent)]
-    if not bases:
-        raise Corruption("the log object does not name a base", key=key)
-    return bases[-1]
-
-
 def reach(store: ObjectStore, store_id: str) -> Reach:
     """Return how far back a store's archive reaches, and its size."""
     listing = list_archive(store, store_id)
@@ -450,7 +441,8 @@ def is_in_window(store: ObjectStore, store_id: str, position: Position) -> bool:
     line = Line(store, list_archive(store, store_id))
     on_line = {epoch: numbers for epoch, numbers in line.epochs if numbers}
     try:
-        if find(store, store_id, epoch=position.epoch, upto=position).position != position:
+        found = find(store, store_id, epoch=position.epoch, upto=position)
+        if position not in (found.position, *found.damaged):  # its own object is not read any more
             return False
     except (InvalidInput, ObjectNotFound):
         return False

@@ -338,14 +338,15 @@ class Upkeep:
     def _stream_checkpoints(self, done: Round, everything: bool) -> None:
         """Enqueue checkpoints of streams, once a minute: their sealed segments become chunks."""
         with self._ctx.manifest.read() as txn:
-            refused = txn.refused_databases()
-            due = [
-                db_id
-                for db_id in self._publishing.step(txn, whole=everything)
-                if db_id not in refused
-                and self._is_live(self._record(txn, db_id), DbKind.STREAM)
-                and self._is_due([row for _, row in unpublished(txn, db_id)], db_id)
-            ]
+            refused, due = txn.refused_databases(), list[int]()
+            for db_id in self._publishing.step(txn, whole=everything):
+                if db_id in refused or not self._is_live(self._record(txn, db_id), DbKind.STREAM):
+                    continue
+                try:
+                    if self._is_due([row for _, row in unpublished(txn, db_id)], db_id):
+                        due.append(db_id)
+                except ManifestDamaged as error:
+                    emit("error", "upkeep.skipped", db_id=db_id, step="stream_checkpoints", error=str(error))
         self._checkpoint(due, None, done)
 
     def _record(self, txn: ReadTxn, db_id: int) -> DbRecord | None:

@@ -20,7 +20,16 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from quire.core.errors import ArtifactGone, InvalidInput, TimedOut, Unavailable, UnknownArtifact
+from quire.core.errors import (
+    ArtifactGone,
+    InvalidInput,
+    ManifestDamaged,
+    TimedOut,
+    Unavailable,
+    UnknownArtifact,
+    UnknownDatabase,
+)
+from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
@@ -78,19 +87,29 @@ def hydrate_database(manifest: ManifestStore, db_id: int) -> list[int]:
 
 
 def apply_policy(manifest: ManifestStore, databases: Iterable[int], before_ms: int) -> int:
-    """Enqueue the next move of each copy made before a moment that has no outstanding one; return how many were enqueued."""
-    moves = []
+    """Enqueue the next move of each copy made before a moment that has no outstanding one; return how many were enqueued.
+
+    A database with damaged rows is reported and passed over.
+    """
+    due: list[tuple[ArtifactKey, Residency]] = []
     with manifest.read() as txn:
-        spared: set[tuple[int, ...]] | None = None
         for db_id in databases:
-            due = [(key, at) for key, at, sealed_ms in _segments(txn, db_id, _WITH_FILE) if sealed_ms <= before_ms]
-            due += [(key, Residency.LOCAL_AND_REMOTE) for key in _chunks(txn, db_id, (Residency.LOCAL_AND_REMOTE,))]
-            if due and spared is None:  # the whole queue is read: once for all databases, and only if anything is due
-                spared = _busy_or_hydrated(txn, before_ms)
-            moves += [(key, residency) for key, residency in due if _named(key) not in (spared or ())]
+            try:
+                segments = _segments(txn, db_id, _WITH_FILE)
+                chunks = _chunks(txn, db_id, (Residency.LOCAL_AND_REMOTE,))
+            except ManifestDamaged as error:
+                emit("error", "upkeep.skipped", db_id=db_id, step="evictions", error=str(error))
+                continue
+            due += [(key, residency) for key, residency, sealed_ms in segments if sealed_ms <= before_ms]
+            due += [(key, Residency.LOCAL_AND_REMOTE) for key in chunks]
+        # The whole queue is read: once for all databases, and only if anything is due.
+        spared = _busy_or_hydrated(txn, before_ms) if due else set()
     requested = 0
-    for key, residency in moves:
-        with suppress(UnknownArtifact, ArtifactGone):  # it was deleted meanwhile
+    for key, residency in due:
+        if _named(key) in spared:
+            continue
+        # It, or its database, was deleted or closed meanwhile.
+        with suppress(UnknownArtifact, ArtifactGone, UnknownDatabase, ManifestDamaged):
             (request_upload if residency is Residency.LOCAL else request_evict)(manifest, key)
             requested += 1
     return requested

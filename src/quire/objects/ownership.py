@@ -72,6 +72,8 @@ class OwnerFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     nonce: str
     confirmed: int = 0
     """The newest session of this epoch that was seen in the bucket with this directory's nonce; 0 if none was."""
+    former_nonce: str = ""
+    """While a takeover of this directory is not complete: the nonce of the session that it had before."""
     successor: str = ""
     """`EPOCH.SESSION` of the owner object that fenced this directory; empty if none did."""
     successor_text: str = ""
@@ -300,7 +302,7 @@ class Ownership:
         self._create(self._record)
         if self._legacy:
             self._claim_legacy()
-        confirmed = replace(self._record, confirmed=self._record.session)
+        confirmed = replace(self._record, confirmed=self._record.session, former_nonce="")
         write_file(self._disk, self._root, confirmed)
         hit("objects.ownership.confirmed")
         self._forget_session(self._record.confirmed)
@@ -460,8 +462,10 @@ def claim_epoch(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch:
     except Corruption:
         record = None  # a takeover replaces the file
     if record is None or (record.store_id, record.epoch, record.session) != (store_id, epoch, 1) or record.successor:
+        # If the object is never created, the owner of the former session goes on (`newer_owner`).
+        former = (record.former_nonce or record.nonce) if record is not None and record.store_id == store_id else ""
         nonce = secrets.token_hex(NONCE_CHARACTERS // 2)
-        record = OwnerFile(store_id=store_id, epoch=epoch, session=1, nonce=nonce)
+        record = OwnerFile(store_id=store_id, epoch=epoch, session=1, nonce=nonce, former_nonce=former)
         write_file(disk, root, record)
         hit("objects.ownership.recorded")
     try:
@@ -505,17 +509,21 @@ def claimed_epochs(store: ObjectStore, store_id: str) -> list[int]:
 def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root: str) -> str:
     """Return a description of the owner that claimed a location after this directory; empty if none did. Claims nothing.
 
-    What this directory has claimed itself does not count. If it has claimed an epoch that it has not begun, other sessions of
-    its present epoch do not count either: that takeover has decided about them.
+    What this directory has claimed itself does not count. If it has claimed an epoch that it has not begun, and the claim's
+    object exists, other sessions of its present epoch do not count either: that takeover has decided about them. Without the
+    object nobody could know of that takeover, so a session that followed this directory's counts.
     """
     recorded = read_file(disk, root)
-    seen = 0
-    if recorded is not None and recorded.epoch >= epoch:
-        seen = recorded.confirmed if recorded.epoch == epoch else U32_MAX
+    seen = recorded.confirmed if recorded is not None and recorded.epoch == epoch else 0
+    is_claim = recorded is not None and recorded.epoch > epoch
     for newer, session, key in reversed(list(_owners(store, store_id, owner_key(store_id, epoch, seen)))):
-        owner = _read(store, key)
-        if recorded is None or owner is None or owner.nonce != recorded.nonce:
+        owner, nonce = _read(store, key), ""
+        if recorded is not None:
+            nonce = recorded.former_nonce if is_claim and newer == epoch else recorded.nonce
+        if owner is None or not nonce or owner.nonce != nonce:
             return f"{newer:08x}.{session:08x} ({_owner_text(owner)})"
+        if is_claim:
+            break  # its claim, or its session before the claim: what is older does not count
     return ""
 
 

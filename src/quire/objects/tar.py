@@ -52,18 +52,27 @@ class TarStore:
         self._lock = threading.Lock()
         self._members: dict[str, tuple[int, int]] = {}
         """Key → (offset in the file, size), in bytes."""
-        if write and os.path.exists(self._path):
-            hint = "choose another name; `--since` creates a backup based on an earlier one"
-            raise InvalidInput("the file already exists", hint=hint, path=self._path)
+        if write:
+            self._refuse_existing()
         with translated(self._path, "opening the backup"):
             try:
                 self._file = _new_file(self._path + TEMPORARY) if write else open(self._path, "rb")  # noqa: SIM115 - see `close`
             except FileNotFoundError:
                 raise NotFound("no such file or directory", path=self._path) from None
         if write:
+            try:
+                self._refuse_existing()  # again, with the lock: another backup may have ended before we took it
+            except InvalidInput:
+                self.close()
+                raise
             self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
         else:
             self._read_members()
+
+    def _refuse_existing(self) -> None:
+        if os.path.exists(self._path):
+            hint = "choose another name; `--since` creates a backup based on an earlier one"
+            raise InvalidInput("the file already exists", hint=hint, path=self._path)
 
     def _read_members(self) -> None:
         try:

@@ -52,10 +52,10 @@ def parse_version(manifest: ManifestStore, text: str) -> DatabaseVersion:
     return DatabaseVersion(name, find_version(manifest, name, version))
 
 
-def find_version(manifest: ManifestStore, name: str, version: str) -> At:
+def find_version(manifest: ManifestStore, db: int | str, version: str) -> At:
     """Return the version that a text names; a number is an epoch. Blocks for a read of the manifest."""
     try:
-        at = manifest.snapshots.find(name, version)
+        at = manifest.snapshots.find(db, version)
     except UnknownSnapshot:
         if version.isascii() and version.isdecimal() and len(version) <= EPOCH_DIGITS_MAX:
             return int(version)

@@ -59,6 +59,7 @@ from quire.store.restoring import (
     open_written,
     quiet_settings,
     replay_point,
+    replay_state,
     write_config,
 )
 
@@ -131,8 +132,8 @@ def clone(
             # Now that we are registered: the parent may have trimmed the moment before it saw the registration (A12).
             require_in_window(bucket, point.store_id, point.position)
             disk.make_dirs(root)
-            with Replay(disk, root) as replay:
-                replay_point(bucket, point, replay, progress or no_progress)
+            replay, *_ = replay_state(bucket, point, disk, root, progress or no_progress)
+            with replay:
                 correct_rows(replay, root, url)
                 *earlier, here = _parents(replay.rows(), point)
                 for parent in earlier:

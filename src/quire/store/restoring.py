@@ -36,6 +36,7 @@ from quire.archive.log_reader import (
     header_of,
     is_continuous,
     log_events,
+    with_base_before,
 )
 from quire.archive.replay import Replay
 from quire.archive.sealing import highest_epoch, newest_missing_position, seal, seal_later
@@ -43,7 +44,7 @@ from quire.archive.state_files import Origin, write_origin
 from quire.archive.store_choice import choose_store
 from quire.archive.window import point_at
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, StoreFenced
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, QuireError, StoreFenced
 from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.core.time_parsing import requested_moment
@@ -136,9 +137,9 @@ def restore(
         if index is not None and takeover:
             raise InvalidInput("a restored backup is a separate store", hint="restore it without --takeover", url=url)
         disk.make_dirs(root)
-        with Replay(disk, root) as replay:
-            with _beginning_again(bucket, point, is_newest=is_newest):
-                digest, count, size = replay_point(bucket, point, replay, progress)
+        with _beginning_again(bucket, point, is_newest=is_newest):
+            replay, digest, count, size = replay_state(bucket, point, disk, root, progress)
+        with replay:
             if takeover:
                 point, digest = _depose(bucket, point, digest, replay, root, disk, clock)
             # Objects after a break, or of an owner that completed no base, cannot be restored by any restore.
@@ -230,6 +231,27 @@ def _result(
 
 def _origin(point: RestorePoint, url: str, digest: bytes) -> Origin:
     return Origin(store_id=point.store_id, url=url, position=point.position, digest=digest, at_ms=point.at_ms)
+
+
+def replay_state(
+    bucket: ObjectStore, point: RestorePoint, disk: Disk, root: str, progress: Progress
+) -> tuple[Replay, bytes, int, int]:
+    """Replay a restore point into a directory that is otherwise empty. Return (the open replay, digest of the last object,
+    objects, bytes).
+
+    If a part of its base is damaged or missing, the base before and a longer part of the log are replayed. A backup's log has
+    only what changed while its base was read.
+    """
+    while True:
+        replay = Replay(disk, root)
+        try:
+            return replay, *replay_point(bucket, point, replay, progress)
+        except BaseException as error:
+            replay.close()
+            if not isinstance(error, QuireError) or read_index(bucket, point.store_id, point.position) is not None:
+                raise
+            point = with_base_before(bucket, point, error)
+        _empty(disk, root)
 
 
 def replay_point(

@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
-from quire.archive.format import AnyEvent, Header, Kind, Position, decode_object, log_key
+from quire.archive.format import AnyEvent, Header, Kind, Position, decode_object, log_key, parse_log_key
 from quire.archive.kept_files import KeptFiles
 from quire.archive.log_reader import (
     RestorePoint,
@@ -106,14 +106,14 @@ from quire.objects.ownership import claim_epoch
 from quire.pages.leasefiles import LeaseFiles
 from quire.store import layout
 from quire.store.archiving import refuse_unapplied
-from quire.store.backup import Progress, no_progress
+from quire.store.backup import Progress, no_progress, read_index
 from quire.store.opening import open_owner
 from quire.store.restoring import (
     correct_block,
     correct_rows,
     open_written,
     quiet_settings,
-    replay_point,
+    replay_state,
     write_config,
 )
 
@@ -378,12 +378,14 @@ class Standby:
         if is_gap or any(epoch > position.epoch for epoch in epochs(self._bucket, self._state.store_id)):
             self._rebuild_if_newer()
 
-    def _rebuild_if_newer(self) -> bool:
-        """Rebuild from a newer state that cannot be reached by following. Return `False` if there is none yet."""
+    def _rebuild_if_newer(self, upto: Position | None = None) -> bool:
+        """Rebuild from a newer state that cannot be reached by following. Return `False` if there is none yet. `upto`: no state
+        after this log object."""
+        epoch = upto.epoch if upto is not None else None
         try:
-            if find(self._bucket, self._state.store_id).position <= self._state.position:
+            if find(self._bucket, self._state.store_id, epoch=epoch, upto=upto).position <= self._state.position:
                 return False
-            point = find_intact(self._bucket, self._state.store_id)
+            point = find_intact(self._bucket, self._state.store_id, epoch=epoch, upto=upto)
         except (InvalidInput, ObjectNotFound):
             return False  # no base yet
         if point.position <= self._state.position:  # what is newer is damaged
@@ -393,6 +395,10 @@ class Standby:
 
     def _rebuild(self, point: RestorePoint) -> None:
         self._close_replay()
+        if read_index(self._bucket, point.store_id, point.position) is not None:
+            # The log of a backup has only what changed while its base was read: it cannot be followed.
+            hint = "give the URL of the store's archive; `quire restore-store` restores a backup"
+            raise InvalidInput("this location has backups of the store, and no archive", hint=hint, url=self.url)
         while True:
             try:
                 digest, objects, oldest = self._stage(point)
@@ -427,8 +433,8 @@ class Standby:
         self._remove(STAGED)
         self._disk.make_dirs(staged)
         hit("standby.emptied")
-        with Replay(self._disk, staged) as replay:
-            digest, objects, _ = replay_point(self._bucket, point, replay, self._progress)
+        replay, digest, objects, _ = replay_state(self._bucket, point, self._disk, staged, self._progress)
+        with replay:
             correct_rows(replay, self.path, self.url)
             with replay.rows().read() as txn:
                 oldest = txn.feed_bounds()[0]
@@ -585,15 +591,30 @@ class Standby:
         try:
             while chain[0] and known is None and self._apply_next():
                 pass
-            # The owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what is in it.
-            self._rebuild_if_newer()
         except Corruption as error:  # given up as well
             emit("error", "standby.log_damaged", path=self.path, error=str(error))
-            self._remove(STAGED)
+        # The owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what is in it.
+        self._rebuild_as_far_as_intact()
         self._following().settle()
         self._close_replay()
         self._save(replace(self._state, phase=StandbyPhase.SEALED))
         hit("standby.sealed")
+
+    def _rebuild_as_far_as_intact(self) -> None:
+        """Rebuild from the newest state; if an object of its log is damaged, from the one before that object. What cannot be
+        reached is given up."""
+        upto: Position | None = None
+        while True:
+            try:
+                self._rebuild_if_newer(upto)
+                return
+            except Corruption as error:
+                emit("error", "standby.log_damaged", path=self.path, error=str(error))
+                self._remove(STAGED)
+                damaged = parse_log_key(str(error.where.get("key", "")))
+                if damaged is None or not damaged.number or (upto is not None and damaged > upto):
+                    return
+                upto = Position(damaged.epoch, damaged.number - 1)
 
     def _known(self) -> tuple[Header, bytes] | None:
         """Return the last object that was applied, for `seal`; `None` if it was damaged meanwhile, or trimmed."""

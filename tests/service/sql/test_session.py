@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from quire.service.sql.threads import advance
 from quire.service.sql.wire_values import WireText
 from quire.sqlite.statements import StatementFailed
 from quire.store.store import Store
+from quire.testing.clock import ManualClock
 from tests.service.sql.hrana_client import settings
 
 TARGET = SqlTarget("shop")
@@ -341,6 +342,54 @@ def test_another_database_of_the_same_name_gets_another_connection(store: Store,
     store.sqlite("shop", create=True).close()
     with session_of(pool, TARGET) as second, pytest.raises(StatementFailed, match="no such table"):
         run(second, "select * from t")
+
+
+def looked(pool: ConnectionPool, name: str) -> int:
+    """The number of rows that a one-shot reads."""
+    with session_of(pool, SqlTarget.parse(name)) as session:
+        return int(rows(session, "select count(*) from t")[0][0]["value"])
+
+
+def test_a_name_of_a_version_is_looked_up_for_each_stream(tmp_path: Path) -> None:
+    """Hazard: an idle connection was reused for the same words. While it was in use, `shop@monday` was a snapshot that had been
+    replaced, and `shop@1h` stayed at the moment of the first request."""
+    clock, hour = ManualClock(), 60.0 * 60.0
+    with quire.open(tmp_path / "store", settings=settings(), clock=clock) as store:
+        pool = ConnectionPool(store, AnswerLimits(rows_max=1_000, bytes_max=100_000))
+        with closing(store.sqlite("shop", create=True)) as connection:
+            connection.execute("create table t(a)")
+            empty = connection.pragma("quire_epoch")
+            store.snapshot("shop", "monday")
+            clock.advance(2 * hour)
+            connection.execute("insert into t(a) values (1)")
+        assert [looked(pool, f"shop@{version}") for version in ("monday", empty, "1h")] == [0, 0, 0]
+        store.drop_snapshot("shop", "monday")
+        store.snapshot("shop", "monday")
+        clock.advance(2 * hour)
+        assert [looked(pool, f"shop@{version}") for version in ("monday", "1h")] == [1, 1]
+        opened = pool.opened
+        assert [looked(pool, f"shop@{version}") for version in ("monday", empty)] == [1, 0]
+        assert pool.opened == opened, "connections to the same version are reused"
+        pool.close()
+
+
+def test_a_connection_to_a_database_that_took_the_name_meanwhile_is_not_lent(
+    store: Store, pool: ConnectionPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the connection was pooled as one to the former database, which has another name now: the next program that named
+    that one read and wrote the wrong database."""
+    connect = store.sqlite
+
+    def rename_first(name: str, **options: Any) -> Any:
+        monkeypatch.setattr(store, "sqlite", connect)
+        store.rename("shop", "old")
+        connect("shop", create=True).close()
+        return connect(name, **options)
+
+    monkeypatch.setattr(store, "sqlite", rename_first)
+    with session_of(pool, TARGET) as session, pytest.raises(StatementFailed, match="no such table"):
+        run(session, "select * from t")
+    assert looked(pool, "old") == 0
 
 
 def test_versions_are_read_only(store: Store, pool: ConnectionPool) -> None:

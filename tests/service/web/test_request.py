@@ -434,3 +434,18 @@ def test_a_link_on_another_site_opens_the_dashboard(anonymous: HttpClient) -> No
     assert anonymous.get("/", **link | {"Sec_Fetch_Dest": "iframe"}).status == 403
     assert anonymous.get("/", **link | {"Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"}).status == 403
     assert anonymous.get("/", **link, Origin="https://evil.example").status == 403, "a form that is sent from there"
+
+
+def test_a_link_on_another_site_changes_nothing(path: Path) -> None:
+    """Hazard: the first request of a replica creates the default database, and records what it has exported. It is a GET, to
+    which any page could link."""
+    link = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
+    with web_served(path, http_anonymous_writes=True, sql_default_database="main") as (store, web):
+        client = HttpClient(web.address)
+        for target in ("/info", "/db/main/info", "/api/overview"):
+            assert client.get(target, **link).status == 403
+        assert client.request("POST", "/", **link).status == 403
+        assert not store.databases()
+        assert client.get("/info").status == 200
+        assert [info.name for info in store.databases()] == ["main"]
+        assert client.get("/db/main.sqlite", **link).status == 200

@@ -14,10 +14,6 @@ stay while they contain anything. A place with a name also holds itself, until a
 current namespace release their references together, so that neither is left over.
 """
 
-from collections import Counter as Tally
-from collections.abc import Iterable
-from typing import Self
-
 import msgspec
 from msgspec.structs import replace
 
@@ -62,7 +58,6 @@ class PutChunk(Op, frozen=True, tag=20):
     """Add a base chunk to the catalog. Nothing refers to it until a leaf does."""
 
     component = int(Component.CHUNK)
-    quick = True
     origin_db_id: UInt
     chunk_id: UInt
     generation: UInt
@@ -85,33 +80,6 @@ class PutChunk(Op, frozen=True, tag=20):
                 chunk_id=self.chunk_id,
                 generation=self.generation,
             )
-
-    @classmethod
-    def apply_all(cls, ops: Iterable[Self], tables: Overlay, at_ms: int) -> None:
-        """Apply many, with everything they share looked up once.
-
-        These rows are not decoded again before the commit, so wrong types and negative numbers are refused here: the records
-        are decoded together, which takes half the time of decoding the operations.
-        """
-        _decode_chunks(_encode([op.record for op in ops]))
-        active, pending, inserted = tables.active_ids, tables.chunk_catalog.pending, tables.chunk_catalog.inserted
-        # Retained once per namespace and call, not once per chunk (decision 015).
-        spaces: Tally[int] = Tally()
-        for op in ops:
-            origin, record = op.origin_db_id, op.record
-            # `_chunk_key` accepts `True` and `False`, which do not decode as numbers.
-            if not type(origin) is type(op.chunk_id) is type(op.generation) is int:
-                raise InvalidInput("an id of a chunk is not a number", chunk_id=op.chunk_id)
-            if origin in active:
-                key = _chunk_key(origin, op.chunk_id, op.generation)
-                if key not in pending and key not in inserted:
-                    inserted[key] = record
-                    if record.namespace_id:
-                        spaces[record.namespace_id] += 1
-                    continue
-            op.apply(tables, at_ms)
-        for namespace_id, chunks in spaces.items():
-            retain_namespace(tables, namespace_id, chunks)
 
 
 class PutDelta(Op, frozen=True, tag=21):

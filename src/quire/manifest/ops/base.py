@@ -9,9 +9,8 @@ defaults, so that old change records stay readable.
 # No `from __future__ import annotations`: msgspec would evaluate the text of each field's type in each process that
 # reads or writes a row. For all types of the manifest that takes 10 ms, an eighth of a short command.
 
-from collections.abc import Iterable
 from enum import IntEnum
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import msgspec
 
@@ -55,22 +54,11 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
     component: ClassVar[int] = int(Component.LOCAL)
     logged: ClassVar[bool] = True
 
-    quick: ClassVar[bool] = False
-    """Whether batches are applied together: `apply_all` itself refuses fields of the wrong type or range, so that the operation
-    need not be decoded again, and adds no notes for the audit, which need the sequence of their own batch."""
-
     jumps: ClassVar[bool] = False
     """Whether its batch gets the sequence `first_number` instead of the next one."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         raise InternalError("this operation has no apply", op=type(self).__name__)
-
-    @classmethod
-    def apply_all(cls, ops: Iterable[Self], tables: Overlay, at_ms: int) -> None:
-        """Apply many operations of one kind. Ops that arrive by the thousand may override this with a faster version."""
-        apply = cls.apply
-        for op in ops:
-            apply(op, tables, at_ms)
 
 
 LOCAL_COUNTERS: dict[Counter, str] = {Counter.CURSOR: "next_cursor_id", Counter.READER: "next_reader_id"}

@@ -55,15 +55,15 @@ def unpack_artifact(raw: bytes) -> ArtifactKey:
     return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
 
 
-def retain(tables: Overlay, key: bytes, count: int = 1) -> None:
-    """Add references."""
+def retain(tables: Overlay, key: bytes) -> None:
+    """Add a reference."""
     row = tables.gc_refcounts.get(key)
     if row is None:
         # No row: nothing has held it yet. An artifact at zero still has its row, and is refused below.
-        tables.gc_refcounts.put(key, FIRST if count == 1 else RefcountRecord(in_use=count))
+        tables.gc_refcounts.put(key, FIRST)
         return
     _refuse_doomed(row, key)
-    tables.gc_refcounts.put(key, RefcountRecord(row.in_use + count, row.pending_upload))
+    tables.gc_refcounts.put(key, RefcountRecord(row.in_use + 1, row.pending_upload))
 
 
 def release(tables: Overlay, key: bytes, at_ms: int, count: int = 1) -> None:
@@ -192,13 +192,13 @@ def note_artifact(
     tables.notes.append(note)
 
 
-def retain_namespace(tables: Overlay, namespace_id: int, count: int = 1) -> None:
+def retain_namespace(tables: Overlay, namespace_id: int) -> None:
     """Add references of artifacts with bytes, or of a database, to a namespace."""
     if not tables.remote_namespace.has(t.REMOTE_NAMESPACE.key.pack(namespace_id)):
         raise UnknownNamespace(
             "no remote namespace has this id", hint="register it with put_namespace first", namespace_id=namespace_id
         )
-    retain(tables, namespace_key(namespace_id), count)
+    retain(tables, namespace_key(namespace_id))
 
 
 def release_epochs(tables: Overlay, place_id: int, at_ms: int) -> None:

@@ -5,6 +5,9 @@ no ATTACH and no pragma that was set; an open transaction is rolled back, and `l
 `total_changes` are reset to 0. It keeps its cached pages. The cache is small, because a server has hundreds of connections
 where a program has a few.
 
+A version is looked up for each stream: a snapshot's name can be given to another one, and `2h` names another moment later. A
+connection is only reused for the version that it reads.
+
 Threads: any; a connection belongs to one at a time.
 """
 
@@ -14,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
 
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, QuireError
 from quire.service.api import StoreApi
 from quire.service.sql.session import AnswerLimits, SqlSession, StoredSqls
 from quire.service.version_address import attachable, find_or_create, find_version
@@ -53,16 +56,20 @@ class SqlTarget:
         return cls(name, version, writable and not version, may_attach)
 
 
+PoolKey = tuple[int, int, int | datetime | None, bool]
+"""(database, the id of a snapshot or 0, an epoch or a time, whether it may write)"""
+
+
 class SqlConnection:
     """A connection for a stream. Created by the pool."""
 
-    __slots__ = ("_policy", "db_id", "idle_since", "is_broken", "runner", "target")
+    __slots__ = ("_policy", "idle_since", "is_broken", "key", "runner", "target")
 
-    def __init__(self, runner: StatementRunner, policy: RemotePolicy, target: SqlTarget, db_id: int) -> None:
+    def __init__(self, runner: StatementRunner, policy: RemotePolicy, target: SqlTarget, key: PoolKey) -> None:
         self._policy = policy
         self.runner = runner
         self.target = target
-        self.db_id = db_id
+        self.key = key
         self.idle_since = 0.0
         self.is_broken = False
         """Whether an unexpected error occurred on it."""
@@ -105,22 +112,22 @@ class ConnectionPool:
         """The last change of the manifest, and the ids of databases looked up since then."""
         # guarded by _lock
         self._lock = threading.Lock()
-        self._idle: dict[tuple[int, str, bool], list[SqlConnection]] = {}
+        self._idle: dict[PoolKey, list[SqlConnection]] = {}
         self._idle_count = 0
         self.opened = 0
         self.closed = False
 
     def take(self, target: SqlTarget) -> SqlConnection:
         """Return a connection for a stream: an idle one that is clean, or a new one."""
-        db_id = self.find(target)
-        while (waiting := self._take_idle((db_id, target.version, target.writable))) is not None:
+        key = self._key(target)
+        while (waiting := self._take_idle(key)) is not None:
             # Checked again: its database may have been closed or dropped while the connection was idle.
             if waiting.is_clean:
                 return self.lend(waiting, target)
             waiting.close()
-        return self._open(target, db_id)
+        return self._open(target, key)
 
-    def _take_idle(self, key: tuple[int, str, bool]) -> SqlConnection | None:
+    def _take_idle(self, key: PoolKey) -> SqlConnection | None:
         with self._lock:
             if not (waiting := self._idle.get(key)):
                 return None
@@ -129,7 +136,7 @@ class ConnectionPool:
 
     def take_unsynced(self, target: SqlTarget) -> SqlConnection:
         """Open a connection whose commits do not wait for the disk: the caller waits for them before it answers."""
-        return self._open(target, self.find(target), synchronous="NORMAL")
+        return self._open(target, self._key(target), synchronous="NORMAL")
 
     def lend(self, connection: SqlConnection, target: SqlTarget) -> SqlConnection:
         """Hand out an open connection with the rights of a target: it may have been opened for another caller."""
@@ -138,17 +145,23 @@ class ConnectionPool:
 
     def give(self, connection: SqlConnection) -> None:
         """Take a connection back from a stream."""
-        if not connection.is_clean or self.closed or not self._forgets(connection):
+        if not connection.is_clean or self.closed or not self._forgets(connection) or self._is_past(connection):
             connection.close()
             return
-        target = connection.target
         connection.idle_since = time.monotonic()
         with self._lock:
             if self._idle_count < IDLE_MAX:
                 self._idle_count += 1
-                self._idle.setdefault((connection.db_id, target.version, target.writable), []).append(connection)
+                self._idle.setdefault(connection.key, []).append(connection)
                 return
         connection.close()
+
+    def _is_past(self, connection: SqlConnection) -> bool:
+        """Return whether the target of a connection now names another version, so that it would not be reused."""
+        try:
+            return bool(connection.target.version) and self._key(connection.target) != connection.key
+        except QuireError:
+            return True  # its database or snapshot was dropped
 
     @staticmethod
     def _forgets(connection: SqlConnection) -> bool:
@@ -199,9 +212,29 @@ class ConnectionPool:
         manifest.env.require_not_refused("database", db_id)
         return db_id
 
-    def _open(self, target: SqlTarget, db_id: int, *, synchronous: str = "FULL") -> SqlConnection:
+    def _key(self, target: SqlTarget) -> PoolKey:
+        """Return what a target names now."""
+        db_id = self.find(target)
+        if not target.version:
+            return db_id, 0, None, target.writable
+        at = find_version(self._store.manifest, db_id, target.version)
+        if isinstance(at, str):
+            return db_id, self._store.manifest.snapshots.get(db_id, at).snapshot_id, None, target.writable
+        return db_id, 0, at, target.writable
+
+    def _open(self, target: SqlTarget, key: PoolKey, *, synchronous: str = "FULL") -> SqlConnection:
+        _, snapshot_id, at, _ = key
+        connection = self._store.sqlite(target.name, at=target.version if snapshot_id else at, timeout=0)
+        try:
+            now = self._key(target)
+        except BaseException:
+            connection.close()
+            raise
+        if now[:2] != key[:2]:  # the name was given to another database or snapshot meanwhile
+            connection.close()
+            return self._open(target, now, synchronous=synchronous)
         runner, policy = remote_runner(
-            self._connect(target),
+            connection,
             self._store.manifest.clock,
             may_write=target.writable,
             is_version=bool(target.version),
@@ -211,10 +244,4 @@ class ConnectionPool:
             on_too_large=self._on_too_large,
         )
         self.opened += 1
-        return SqlConnection(runner, policy, target, db_id)
-
-    def _connect(self, target: SqlTarget) -> Any:
-        if not target.version:
-            return self._store.sqlite(target.name, timeout=0)
-        at = find_version(self._store.manifest, target.name, target.version)
-        return self._store.sqlite(target.name, at=at, timeout=0)
+        return SqlConnection(runner, policy, target, key)

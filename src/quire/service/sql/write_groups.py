@@ -159,7 +159,7 @@ class WriterLane:
         if (
             self._connection is not None
             and self._work is None
-            and self._pool.find(group[0].target) != self._connection.db_id
+            and self._pool.find(group[0].target) != self._connection.key[0]
         ):
             self.close()  # the name now belongs to another database
         for number, job in enumerate(group):

@@ -9,7 +9,8 @@ Rules
      rebinding) must not pass as our own. Our hosts are localhost, every IP address, `service.http_hosts`, and such a name with
      one more label in front, which is a database (W4).
   2. A page of another origin is refused, whatever it requests; programs, which send no origin, are not. A link that a user
-     follows there is answered: no page sees the answer, and what changes something is a POST, which has an origin.
+     follows there is answered if it leads to the dashboard or to a version as a file: no page sees the answer, and nothing is
+     changed. Other addresses are for programs, and some of them record what they answer, also to a GET.
   3. The token is accepted in `Authorization` only: not in a URL, which is logged and remembered, and not in a cookie, which a
      browser would add to a foreign page's request.
   4. Without a token: everything through a Unix socket, whose file permissions admit the caller; on loopback reading, unless
@@ -93,8 +94,9 @@ class WebGate:
         return self.tokens.grant(token)
 
     # ── host and origin ───────────────────────────────────────────────────────────────────────────────────────────────
-    def check_site(self, headers: Headers) -> None:
-        """Refuse hosts that are not ours, against DNS rebinding, and pages of other origins (rules 1 and 2)."""
+    def check_site(self, headers: Headers, linked_path: str = "") -> None:
+        """Refuse hosts that are not ours, against DNS rebinding, and pages of other origins (rules 1 and 2). `linked_path`: the
+        path of a request that reads."""
         host = headers.get("host") or ""
         if self._checks_host and not self._is_ours(host):
             hint = "use an IP address, or add the name to service.http_hosts in quire.toml"
@@ -102,7 +104,9 @@ class WebGate:
         origin = headers.get("origin")
         if origin is not None and _site(origin) != host.lower():
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("requests from pages of other sites are not allowed"))
-        if (headers.get("sec-fetch-site") or "none") not in ("none", "same-origin") and not _follows_link(headers):
+        if (headers.get("sec-fetch-site") or "none") not in ("none", "same-origin") and not (
+            is_linked(linked_path) and _follows_link(headers)
+        ):
             raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("requests from pages of other sites are not allowed"))
 
     def database_label(self, headers: Headers) -> str:
@@ -124,6 +128,15 @@ class WebGate:
         except ValueError:
             return False
         return True  # a browser sends an address only if it connected to that address
+
+
+def is_linked(path: str) -> bool:
+    """Return whether pages of other sites may have links to an address.
+
+    >>> [is_linked(path) for path in ("/", "/db/shop@monday.sqlite", "/info", "/db/shop/info", "")]
+    [True, True, False, False, False]
+    """
+    return path == "/" or (path.startswith("/db/") and path.endswith(".sqlite"))
 
 
 def _follows_link(headers: Headers) -> bool:

@@ -68,7 +68,7 @@ class Edge:
         headers = RequestHeaders(scope)
         exchange = _Exchange(headers, receive, send, self._context)
         try:
-            self._context.gate.check_site(headers)
+            self._context.gate.check_site(headers, scope["path"] if scope["method"] in ("GET", "HEAD") else "")
             if self._working >= self._context.settings.http_requests_max and scope["path"] not in WITHOUT_PLACE:
                 self._context.limits.hit("requests")
                 raise Overloaded("the limit for requests is reached", hint="try again later")
