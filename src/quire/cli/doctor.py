@@ -411,6 +411,8 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Check
     if owner.state in COPY_STATES:
         return _copy(manifest, root, owner.state, with_objects=with_objects)
     detail = f"owner epoch {owner.epoch}, session {owner.session}, {owner.state}"
+    if not owner.epoch:
+        detail = "not claimed yet: the first object claims the bucket"
     if owner.state == "fenced":
         return CheckResult("session", "fail", detail, _advice_to_a_former_owner(settings))
     if with_objects:

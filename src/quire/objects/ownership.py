@@ -509,7 +509,8 @@ def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root:
     seen = 0
     if recorded is not None and recorded.epoch >= epoch:
         seen = recorded.confirmed if recorded.epoch == epoch else U32_MAX
-    for newer, session, key in reversed(list(_owners(store, store_id, owner_key(store_id, epoch, seen)))):
+    start_after = owner_key(store_id, epoch, seen) if epoch else ""  # before its first put a store has no epoch
+    for newer, session, key in reversed(list(_owners(store, store_id, start_after))):
         owner = _read(store, key)
         if recorded is None or owner is None or owner.nonce != recorded.nonce:
             return f"{newer:08x}.{session:08x} ({_owner_text(owner)})"
