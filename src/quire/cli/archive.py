@@ -39,6 +39,7 @@ from quire.cli.lookup import (
     Runner,
     StoreId,
     Yes,
+    need_report_path,
     need_runner,
     options_given,
 )
@@ -337,6 +338,7 @@ def audit(
     from quire.store.heavy import audit_bucket  # here: it loads the runners, which other archive commands do not need
 
     need_runner(runner)
+    need_report_path(report)
     options = options_given(endpoint, region, allow_http)
     if not url or _is_own_bucket(cli, url):
         with cli.reader() as manifest, manifest.read() as txn:

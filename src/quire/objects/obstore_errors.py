@@ -152,7 +152,7 @@ def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
     if any(sign in text for sign in _NO_BUCKET):
         return InvalidConfig(
             f"the bucket does not exist: {text}",
-            hint=with_endpoint("create it, or correct `object_store` in quire.toml", text),
+            hint=with_endpoint("create it, or correct its URL (`object_store` in quire.toml)", text),
             **where,
         )
     if match := _STATUS.search(text):
