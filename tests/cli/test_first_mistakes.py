@@ -19,6 +19,16 @@ def test_an_unknown_database_can_be_created(run: Run, path: Path, command: tuple
     assert run(*command, "--create").code == 0
 
 
+def test_a_relative_path_of_objects_is_not_inside_the_store(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: `--object-store ./bucket` was a directory in the store, and was lost with it."""
+    monkeypatch.chdir(tmp_path)
+    created = run("init", "./shop", "--object-store", "./bucket", "--json", at=None)
+    assert created.data["object_store"] == str(tmp_path / "bucket")
+    assert run("archive", "on", at=tmp_path / "shop").code == 0
+
+
 def test_a_time_before_the_database_existed_is_explained(run: Run, shop: Path) -> None:
     refused = run("sqlite", "shell", "shop", "SELECT 1", "--at", "2020-01-01")
     assert refused.code != 0
