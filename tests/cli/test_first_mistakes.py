@@ -37,6 +37,14 @@ def test_a_time_before_the_database_existed_is_explained(run: Run, shop: Path) -
     assert "name a time after it was created" in refused.err
 
 
+def test_an_empty_database_cannot_be_forked_at_a_time_before_it_existed(run: Run) -> None:
+    """Regression: the fork was created, as the database "was" years before."""
+    run("create", "empty")
+    refused = run("fork", "empty", "then", "--at", "2020-01-01")
+    assert (refused.code, "the database did not exist then" in refused.err) == (3, True)
+    assert run("fork", "empty", "now").code == 0
+
+
 def test_a_second_mirror_of_the_same_name_is_refused_by_its_name(run: Run, shop: Path, tmp_path: Path) -> None:
     wanted = ("--databases", "shop", "--table", "t", "--to", f"parquet:{tmp_path}/lake")
     created = run("mirror", "create", "lake", *wanted)
