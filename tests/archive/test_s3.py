@@ -120,6 +120,26 @@ def test_an_access_denial_of_the_bucket_is_reported(store: Store, proxy: FaultyP
     assert store.archive.last_error == ""
 
 
+def test_archiving_is_not_switched_on_with_credentials_that_may_only_read(
+    tmp_path: Path,
+    proxy: FaultyProxy,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Regression: listing the bucket worked, and the command then retried the first upload for a day."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", CREDENTIALS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CREDENTIALS["secret_access_key"])
+    shop = str(tmp_path / "shop")
+    reached = ["--endpoint", proxy.endpoint, "--region", "us-east-1", "--allow-http"]
+    assert run(["init", shop, "--object-store", fresh_url(), *reached]) == 0
+    config = (tmp_path / "shop" / "quire.toml").read_bytes()
+    proxy.plan(FAULTS["denied"][0])
+    assert run(["archive", "on", "--store", shop]) == 6
+    assert "the object store refused the credentials" in capsys.readouterr().err
+    assert (tmp_path / "shop" / "quire.toml").read_bytes() == config, "archiving is still off"
+    assert run(["archive", "on", "--store", shop]) == 0
+
+
 def test_a_lost_disk_is_recovered_by_the_command_line_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -65,6 +65,12 @@ def test_on_edits_the_configuration_and_uploads_everything(run: Run, shop: Path,
     assert run("kv", "get", "cart", "alice", at=shop).out == "3 apples\n"
 
 
+def test_on_for_a_store_that_is_archived_already_uploads_nothing(run: Run, shop: Path) -> None:
+    run("archive", "on", at=shop)
+    again = run("archive", "on", at=shop)
+    assert again.out.endswith("/bucket: nothing had to be uploaded\n")
+
+
 def test_on_refuses_objects_inside_the_store(run: Run, path: Path) -> None:
     before = (path / "quire.toml").read_bytes()
     result = run("archive", "on")

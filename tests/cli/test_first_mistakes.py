@@ -19,12 +19,30 @@ def test_an_unknown_database_can_be_created(run: Run, path: Path, command: tuple
     assert run(*command, "--create").code == 0
 
 
+def test_a_relative_path_of_objects_is_not_inside_the_store(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: `--object-store ./bucket` was a directory in the store, and was lost with it."""
+    monkeypatch.chdir(tmp_path)
+    created = run("init", "./shop", "--object-store", "./bucket", "--json", at=None)
+    assert created.data["object_store"] == str(tmp_path / "bucket")
+    assert run("archive", "on", at=tmp_path / "shop").code == 0
+
+
 def test_a_time_before_the_database_existed_is_explained(run: Run, shop: Path) -> None:
     refused = run("sqlite", "shell", "shop", "SELECT 1", "--at", "2020-01-01")
     assert refused.code != 0
     assert "database='shop'" in refused.err
     assert "at='2020-01-01T00:00:00+00:00'" in refused.err
     assert "name a time after it was created" in refused.err
+
+
+def test_an_empty_database_cannot_be_forked_at_a_time_before_it_existed(run: Run) -> None:
+    """Regression: the fork was created, as the database "was" years before."""
+    run("create", "empty")
+    refused = run("fork", "empty", "then", "--at", "2020-01-01")
+    assert (refused.code, "the database did not exist then" in refused.err) == (3, True)
+    assert run("fork", "empty", "now").code == 0
 
 
 def test_a_second_mirror_of_the_same_name_is_refused_by_its_name(run: Run, shop: Path, tmp_path: Path) -> None:

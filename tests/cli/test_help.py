@@ -26,6 +26,9 @@ def test_help_has_two_options_and_shows_no_types(run: Run, words: tuple[str, ...
     assert "-h, --help" in short.out
     assert RAW.findall(short.out) == []
     assert max(map(width_of, short.out.splitlines())) <= 80
+    assert not re.search(r"\w-$", short.out, re.MULTILINE), "no command is broken at a hyphen"
+    example = short.out.rpartition("  Example: ")[2]
+    assert "\n" not in example.replace(" \\\n", "").rstrip(), "a shell reads the example as one command"
 
 
 def test_help_can_be_requested_anywhere_on_the_line(run: Run) -> None:

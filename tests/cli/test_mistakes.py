@@ -67,6 +67,12 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("retention set shop --keep soon", 2, "90s"),
     ("audit --since x", 2, "2026-05-01"),
     ("serve --listen foo", 2, "grpc://"),
+    ("verify --report /nowhere/report.parquet", 2, "create the directory first"),
+    ("verify --report .", 2, "name a file"),
+    ("archive audit ./bucket --report /nowhere/report.parquet", 2, "create the directory first"),
+    ("sqlite shell shop 'selct 1'", 2, "`.schema`"),
+    ("sqlite shell shop .nope", 2, "`.help`"),
+    ("serve --http https://127.0.0.1:0 --tls-cert nope.pem --tls-key nope.key", 2, "PEM files"),
     # options that exclude each other
     ("gc --keep 00000001/00000000/base:00000001 --until 7d --dry-run", 2, "nothing else"),
     ("stream retention clicks --reset --days 5", 2, "omit `--reset`"),

@@ -60,6 +60,16 @@ def test_doctor_finds_a_newer_owner_before_a_write_does(run: Run, shop: Path, tm
     assert "session 2, confirmed" in rows["session"]["detail"]
 
 
+def test_doctor_finds_no_problem_in_a_new_store_with_a_bucket(run: Run, tmp_path: Path) -> None:
+    """Regression: until its first put the owner epoch is 0, and the check of the session failed on it."""
+    (tmp_path / "bucket").mkdir()
+    run("init", str(tmp_path / "new"), "--object-store", str(tmp_path / "bucket"))
+    doctor = run("doctor", "--json", at=tmp_path / "new")
+    rows = {row["check"]: row for row in doctor.data}
+    assert (doctor.code, rows["session"]["state"]) == (0, "ok"), rows["session"]
+    assert "not claimed yet" in rows["session"]["detail"]
+
+
 def test_a_takeover_asks_and_reports_its_result(run: Run, copy: Path, shop: Path, tmp_path: Path) -> None:
     refused = run("takeover", at=copy, answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was taken over\n")

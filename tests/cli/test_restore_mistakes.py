@@ -23,6 +23,18 @@ def archived(tmp_path: Path) -> ArchivedStore:
     return archived
 
 
+def test_the_directory_of_a_store_is_not_its_bucket(run: Run, archived: ArchivedStore, tmp_path: Path) -> None:
+    refused = run("restore-store", str(archived.root), str(tmp_path / "new"), at=None)
+    assert (refused.code, "`object_store` in its quire.toml" in refused.err) == (3, True)
+
+
+def test_a_promotion_is_refused_before_it_asks(run: Run, archived: ArchivedStore) -> None:
+    for directory in (archived.root, archived.root / "nothing"):
+        refused = run("promote", str(directory), at=None)
+        assert (refused.code, "this directory is not a standby" in refused.err) == (2, True)
+        assert "[y/N]" not in refused.err
+
+
 def test_a_moment_before_the_window_names_the_oldest_one(run: Run, archived: ArchivedStore, tmp_path: Path) -> None:
     result = run("restore-store", str(archived.bucket), str(tmp_path / "new"), "--at", "5h", at=None)
     assert result.code == 2

@@ -9,6 +9,8 @@ import pytest
 
 import quire
 from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk
+from quire.store.config_edit import change_config
 from tests.cli.conftest import Run
 
 
@@ -89,6 +91,18 @@ def test_a_clone_is_created_listed_and_released(run: Run, archived: Path) -> Non
     unknown = run("clones", "forget", clone_id, "--yes", at=archived / "origin")
     assert unknown.code == 3
     assert "quire clones ls" in unknown.err
+
+
+def test_the_archive_of_a_new_clone_is_empty_and_not_unclean(run: Run, archived: Path) -> None:
+    """Regression: its state was `not closed cleanly`, restorable "to never" from a bucket that "could not be asked"."""
+    run("clone", str(archived / "bucket"), str(archived / "copy"), at=None)
+    change_config(OsDisk(), str(archived / "copy"), {("archive", "mode"): "async"})
+    status = run("archive", "status", at=archived / "copy")
+    assert status.code == 1, "nothing of it is safe yet"
+    assert "nothing is archived yet: the next owner uploads the whole store" in status.out
+    assert "restorable   nothing: this bucket has no archive of the store\n" in status.out
+    run("kv", "put", "cart", "bob", "1", at=archived / "copy")
+    assert run("archive", "status", at=archived / "copy").code == 0
 
 
 def test_a_parent_forgets_a_named_clone(run: Run, archived: Path) -> None:

@@ -83,6 +83,22 @@ def test_signatures_in_urls_do_not_reach_messages() -> None:
     assert "SECRET" not in str(outcome(foreign.GenericError(text.replace("403", "500"))))
 
 
+def test_missing_credentials_are_not_called_refused() -> None:
+    """Regression: the message named only an address of the cloud that the user had never heard of."""
+    error = outcome(foreign.GenericError("Error performing PUT http://169.254.169.254/latest/api/token - timed out"))
+    assert isinstance(error, AccessDenied)
+    assert error.what == "no credentials were found for the object store"
+    assert "AWS_ACCESS_KEY_ID" in (error.hint or "")
+
+
+@pytest.mark.parametrize("end", ["<BucketName>b</BucketName><RequestId>r</RequestId></Error>", "<BucketName>b</Buck"])
+def test_the_body_of_an_s3_error_is_shown_without_its_markup(end: str) -> None:
+    body = f'<?xml version="1.0"?>\n<Error><Code>NoSuchBucket</Code><Message>There is no such bucket</Message>{end}'
+    error = outcome(foreign.GenericError(HEAD + "404 Not Found: " + body))
+    assert isinstance(error, InvalidConfig)
+    assert error.what.endswith("404 Not Found: NoSuchBucket: There is no such bucket")
+
+
 def test_every_meaning_is_used() -> None:
     assert set(MEANINGS.values()) == set(ErrorMeaning)
 

@@ -335,6 +335,16 @@ def test_an_implausibly_high_epoch_is_corruption(store: DeletableStore, tmp_path
     assert session.epoch == 1
 
 
+def test_a_store_before_its_first_put_has_no_newer_owner_unless_one_claimed(
+    store: DeletableStore, tmp_path: Path
+) -> None:
+    """Such a store has no owner epoch, and a copy of it stays without one when the other directory claims the first."""
+    disk, copy = OsDisk(), str(tmp_path / "copy")
+    assert newer_owner(store, STORE, 0, disk, copy) == ""
+    OwnerSession(tmp_path / "a", store).check()
+    assert newer_owner(store, STORE, 0, disk, copy).startswith("00000001.00000001")
+
+
 @pytest.mark.parametrize("point", ["recorded", "created", "epoch_begun", "confirmed"])
 def test_an_interrupted_takeover_is_completed_by_another_one(store: DeletableStore, tmp_path: Path, point: str) -> None:
     previous = OwnerSession(tmp_path / "a", store)

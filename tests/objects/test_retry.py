@@ -84,6 +84,16 @@ def test_time_spent_in_attempts_counts() -> None:
     assert manual.attempts == 3
 
 
+def test_long_retries_are_reported_once_before_they_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: a command with a wrong endpoint was silent for 20 seconds."""
+    policy = RetryPolicy(backoff_first_seconds=1, deadline_seconds=100)
+    ManualRetrier(policy).run(failures=2)
+    assert capsys.readouterr().err == "", "a short disturbance is not worth a line"
+    ManualRetrier(policy).run(failures=6)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "quire warning: objects.retrying doing='testing' error='failure 3' key='k'"
+
+
 def test_other_errors_pass_at_once() -> None:
     manual = ManualRetrier(RetryPolicy())
 

@@ -67,20 +67,44 @@ def test_block_runs(code: str, tmp_path: Path, request: pytest.FixtureRequest) -
     assert not result.stderr, "a program from the docs must not write to standard error"
 
 
+def run_shell(block: str, directory: Path) -> str:
+    """Run commands as a new user does, and return their output."""
+    programs = {"quire": '-m quire "$@"', "python": '"$@"'}
+    (directory / "bin").mkdir()
+    for name, arguments in programs.items():
+        program = directory / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}\n')
+        program.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "PATH": f"{directory / 'bin'}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["sh", "-e", "-c", block],
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def test_the_recovery_of_the_readme_runs_as_written(tmp_path: Path) -> None:
     """The disk is lost, and the value is read again: by the commands that a new user copies."""
     (block,) = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert "rm -rf ./shop" in block
-    program = tmp_path / "bin" / "quire"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire "$@"\n')
-    program.chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": str(SRC), "PATH": f"{program.parent}:{os.environ['PATH']}"}
-    result = subprocess.run(
-        ["sh", "-e", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("\n3 apples\n")
+    assert run_shell(block, tmp_path).endswith("\n3 apples\n")
+
+
+def test_the_commands_of_the_readme_run_one_block_after_the_other(tmp_path: Path) -> None:
+    """Regression: the tour imported a database into a store of an earlier block, which had one of that name."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    serving, tour = (block for language, block in blocks if not language and "quire init" in block)
+    tour = tour.replace(". .venv/bin/activate", ": no environment of its own")
+    output = run_shell(f"{serving}\nkill $!; wait $!\n{tour}", tmp_path)
+    assert "2|0.9\n" in output
+    assert "exported shop-test as it is now to test.db" in output
 
 
 def test_the_readme_has_a_tour_and_its_two_commands() -> None:

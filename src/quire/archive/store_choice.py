@@ -8,11 +8,13 @@ Threads: any. Reads only the bucket. Raises `ObjectNotFound`, `InvalidInput`, an
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime
 
 from quire.archive.clones import CloneRegistration, clone_keys, registrations
 from quire.archive.log_reader import STORE_ID, epochs, find, log_positions, store_ids
 from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, QuireError
+from quire.durable.names import MANIFEST
 from quire.objects.api import ObjectStore
 from quire.objects.ownership import newest_owner
 
@@ -32,7 +34,10 @@ def choose_store(store: ObjectStore, wanted: str = "") -> str:
     if len(candidates) == 1:
         return candidates[0]
     if not ids:
-        raise ObjectNotFound("this bucket contains no store", hint="check the URL and its prefix", store=store.url)
+        hint = "check the URL and its prefix"
+        if os.path.exists(os.path.join(store.url, MANIFEST)):
+            hint = "this is the directory of a store: name its bucket, which is `object_store` in its quire.toml"
+        raise ObjectNotFound("this bucket contains no store", hint=hint, store=store.url)
     what = "several stores share this bucket" if candidates else "no store in this bucket has this id"
     raise InvalidInput(what, hint=HINT, stores=_described(store, candidates or ids))
 

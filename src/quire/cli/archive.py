@@ -39,6 +39,7 @@ from quire.cli.lookup import (
     Runner,
     StoreId,
     Yes,
+    need_report_path,
     need_runner,
     options_given,
 )
@@ -51,6 +52,7 @@ from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import holder, is_held
 from quire.jobs.audit.table import write_report
+from quire.objects.round_trip import round_trip
 from quire.store.config_edit import change_config
 from quire.store.info import StoreReader
 from quire.store.layout import DirectoryState, directory_state, objects_url
@@ -96,7 +98,9 @@ def on(
     root, settings = os.path.abspath(cli.path), cli.settings()
     _need_outside(root, settings)
     with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, settings)) as bucket:
-        bucket.list_prefixes("")  # raises on a wrong endpoint or credential, before anything is changed
+        # Before anything is changed: with credentials that may only read, the first upload would be retried for ever.
+        bucket.list_prefixes("")
+        round_trip(bucket)
         is_emptied = not owner_log(bucket, txn.store_id(), txn.owner_epoch()).positions if txn.owner_epoch() else True
     change_config(OsDisk(), root, {("archive", "mode"): mode})
     place = objects_url(root, settings)
@@ -130,6 +134,8 @@ def off(cli: Cli) -> Note:
 
 
 def _uploaded_text(status: ArchiveStatus) -> str:
+    if not status.puts:
+        return "nothing had to be uploaded"
     return f"{count_of(status.puts, 'object')}, {size(status.put_bytes)}"
 
 
@@ -196,7 +202,7 @@ def status(
     }
     lines = [
         ("archive", f"{known.mode}: {promise_text(known)}, to {objects_url(root, settings)}"),
-        ("state", doubtful_text(known, doubt) if doubt else state_text(known)),
+        ("state", doubtful_text(known, in_bucket, doubt) if doubt else state_text(known)),
         *([("copy", copy_text(root, known.state))] if known.state in COPY_STATES else []),
         *waiting_lines(known),
         *bucket_lines(known, in_bucket),
@@ -332,6 +338,7 @@ def audit(
     from quire.store.heavy import audit_bucket  # here: it loads the runners, which other archive commands do not need
 
     need_runner(runner)
+    need_report_path(report)
     options = options_given(endpoint, region, allow_http)
     if not url or _is_own_bucket(cli, url):
         with cli.reader() as manifest, manifest.read() as txn:

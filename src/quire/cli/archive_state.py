@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.archive.clones import CloneRegistration, registrations
+from quire.archive.log_reader import epochs
 from quire.archive.standbys import Registration
 from quire.archive.standbys import registrations as standby_registrations
 from quire.archive.state_files import read_origin, read_standby_state
@@ -38,6 +39,8 @@ class InBucket(msgspec.Struct, frozen=True, kw_only=True):
     standbys: tuple[Registration, ...] = ()
     retired: int = 0
     """Objects that only archived moments and clones need."""
+    is_empty: bool = False
+    """Whether the bucket answered, and has no archive of the store."""
     error: str = ""
 
 
@@ -46,6 +49,8 @@ def ask_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
     store_id = txn.store_id()
     try:
         with closing(open_place(txn, root, settings)) as bucket:
+            if not epochs(bucket, store_id):
+                return InBucket(is_empty=True, error="this bucket has no archive of the store")
             return InBucket(
                 range=restorable_range(bucket, store_id),
                 clones=tuple(registrations(bucket, store_id)),
@@ -83,8 +88,10 @@ STATES = {
 }
 
 
-def doubtful_text(status: ArchiveStatus, doubt: str) -> str:
+def doubtful_text(status: ArchiveStatus, in_bucket: InBucket, doubt: str) -> str:
     """Format a state that the bucket has not confirmed."""
+    if status.state == "not closed cleanly" and in_bucket.is_empty:  # such as a new clone
+        return "nothing is archived yet: the next owner uploads the whole store"
     return f"{status.state} according to this directory; the bucket does not confirm it, do not rely on it: {doubt}"
 
 
@@ -131,6 +138,8 @@ def bucket_lines(status: ArchiveStatus, in_bucket: InBucket) -> list[tuple[str, 
     newest = max(status.restorable_at_ms, found.newest_at_ms if found else 0)
     lines = [("last upload", ago_text(status.last_cut_at_ms or (found.newest_at_ms if found else 0), CLOCK.now_ms()))]
     if found is None:
+        if in_bucket.is_empty:
+            return [*lines, ("restorable", f"nothing: {in_bucket.error}")]
         why = f"; the bucket could not be asked: {in_bucket.error}" if in_bucket.error else ""
         return [*lines, ("restorable", f"to {moment(newest)}{why}")]
     lines += [

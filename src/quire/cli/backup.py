@@ -31,7 +31,7 @@ def backup(
     """Back up the store while it is in use.
 
     A directory or URL may already contain backups of this store: only what is new is copied, and every backup can be restored.
-    To restore a backup made with --since, the earlier one is needed too. Restore with `quire restore-store TARGET DIR`.
+    `quire restore-store TARGET DIR` restores it. To restore a backup made with --since, the earlier one is needed too.
     """
     with cli.owner() as store, Bars() as bars:
         done = store.backup(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ COMPLETING = "_QUIRE_COMPLETE"
 HELP = ("-h", "--help")
 """The options that request help, for every command and every group."""
 
+
+EXAMPLE_COLUMNS = 76
+"""Width of a line of an example: help has 80 columns, an indent of two, and a backslash where the line continues."""
 
 REGISTERED: dict[str, click.Command] = {}
 """First word → its command or group, once its module is loaded."""
@@ -112,6 +116,10 @@ class CliCommand(click.Command):
         perform: Perform = click.get_current_context().obj
         return perform(self.body, store or HERE, given, as_json=as_json, debug=debug)
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
+        """Write the example."""
+        _write_example(formatter, self.epilog or "")
+
     def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
         """Return the whole first sentence, uncut."""
         paragraph = (self.help or "").partition("\n\n")[0]
@@ -136,7 +144,7 @@ class Group(click.Group):
         first = next((command for command in commands if isinstance(command, CliCommand)), None)
         if self.epilog is None and first is not None:
             self.epilog = f"Example: {first.example}"
-        super().format_epilog(ctx, formatter)
+        _write_example(formatter, self.epilog or "")
 
     def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
         """Return the whole text, uncut."""
@@ -152,6 +160,13 @@ def command(name: str, group: Group | None = None, *, example: str, store: str =
         return body
 
     return register
+
+
+def _write_example(formatter: click.HelpFormatter, text: str) -> None:
+    """Write an example. One that needs two lines can be copied into a shell as it is displayed."""
+    lines = textwrap.wrap(text, EXAMPLE_COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
+    formatter.write_paragraph()
+    formatter.write("  " + " \\\n  ".join(lines) + "\n")
 
 
 def run_program(program: click.Group, arguments: Sequence[str], perform: Perform) -> int:

@@ -45,11 +45,11 @@ from quire.manifest import tables as t
 from quire.manifest.records import JobState
 from quire.manifest.store import ManifestStore
 from quire.manifest.verification import damaged_artifacts, last_verification
-from quire.objects.collector import Collector, Owned
 from quire.objects.local import LocalStore
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
+from quire.objects.round_trip import round_trip
 from quire.service.local_owner import find_owner
 from quire.spark.java import find_java
 from quire.sqlite.c_extensions import leaves_build, shim_build
@@ -411,6 +411,8 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Check
     if owner.state in COPY_STATES:
         return _copy(manifest, root, owner.state, with_objects=with_objects)
     detail = f"owner epoch {owner.epoch}, session {owner.session}, {owner.state}"
+    if not owner.epoch:
+        detail = "not claimed yet: the first object claims the bucket"
     if owner.state == "fenced":
         return CheckResult("session", "fail", detail, _advice_to_a_former_owner(settings))
     if with_objects:
@@ -537,19 +539,13 @@ def _namespace(manifest: ManifestStore, root: str, name: str, url: str) -> Check
 
 
 def _round_trip(check: str, url: str, options: StoreOptions) -> CheckResult:
-    """Put an object below a prefix of doctor's own, read it back and delete it."""
+    """Check that an object can be put, read and deleted."""
     objects = open_store(url, options=options)
     try:
         if isinstance(objects, LocalStore) and not os.path.exists(objects.url):
             return CheckResult(check, "warn", f"{url} does not exist", "create the directory, or mount the volume")
-        probe, body = f"doctor/{os.urandom(8).hex()}", os.urandom(1024)
-        key, ours = f"{probe}/probe", Owned(current=frozenset({(url, probe)}))
         began = CLOCK.monotonic()
-        objects.put(key, body, create_only=True)
-        try:
-            same = objects.get(key) == body
-        finally:
-            Collector(lambda _: objects, lambda: ours).delete(url, [key])
+        same = round_trip(objects)
         milliseconds = (CLOCK.monotonic() - began) * 1000
     finally:
         objects.close()

@@ -52,6 +52,8 @@ def init(
     reached = objects_given(endpoint, region, allow_http)
     if object_store:
         check_url(object_store)
+        if "://" not in object_store:  # in quire.toml a relative path is relative to the store
+            object_store = os.path.abspath(object_store)
         # raises on a URL or options that cannot work, before anything is created
         open_store(object_store, options=options_of(reached, "objects")).close()
     exists = directory_state(OsDisk(), target) is DirectoryState.STORE

@@ -11,6 +11,7 @@ Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `InvalidName`, `Wro
 
 from __future__ import annotations
 
+import os
 import shlex
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -258,6 +259,15 @@ def need_runner(runner: str) -> None:
     """Raise `InvalidInput` for an unknown runner."""
     if runner and runner not in RUNNERS:
         raise InvalidInput("unknown runner", hint=f"runners: {', '.join(RUNNERS)}", runner=runner)
+
+
+def need_report_path(path: str) -> None:
+    """Raise `InvalidInput` if no report can be written at `path`, before the run that it is to report on."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if path and not os.path.isdir(folder):
+        raise InvalidInput("the report's directory does not exist", hint="create the directory first", path=folder)
+    if path and (os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK)):
+        raise InvalidInput("no report can be written there", hint="name a file that this user may write", path=path)
 
 
 def log_to(style: str) -> None:

@@ -226,8 +226,9 @@ def dump(
 ) -> Listing:
     """Show the rows of a table, decoded.
 
-    Text shows the fields that differ from their defaults, JSON all of them. In slot_leaf a chain is shown as SLOTS
-    base:GENERATION@LSN + delta-ID:GENERATION@LSN.
+    Text shows the fields that differ from their defaults, JSON all of them.
+
+    A chain of slot_leaf is SLOTS base:GENERATION@LSN + delta-ID:GENERATION@LSN.
     """
     try:
         chosen = table_named(table)

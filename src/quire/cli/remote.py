@@ -75,7 +75,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
 
 INSTEAD = {
     "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
-    "serve.serve": "a store has one owner, which can itself serve (`store.serve()`): `quire doctor` shows it",
+    "serve.serve": "a store has one owner: if that process serves already, use the store; otherwise stop it first",
     "objects.takeover": "this directory already has an owner: stop that process first",
     "objects.moved": "stop the owner first: it writes to the old location",
     "manifest.check": "stop the owner first: a repair needs the store for itself",

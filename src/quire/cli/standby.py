@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.archive import clones as registered
 from quire.archive.standbys import Promoted, StandbyStatus
+from quire.archive.state_files import read_standby_state
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import moment
 from quire.cli.lookup import (
@@ -32,6 +33,7 @@ from quire.cli.prompts import confirm
 from quire.cli.restore_store import abandoned_text
 from quire.core.errors import ObjectNotFound
 from quire.core.json_values import plain
+from quire.durable.files import OsDisk
 from quire.store import cloning
 from quire.store import standby as standbys
 from quire.store.object_access import open_place
@@ -112,7 +114,7 @@ def promote(
     The standby applies everything that the owner has archived, seals the owner's log and takes over. The former owner is
     fenced: it acknowledges nothing more. Stop `quire standby` in this directory first.
     """
-    if not yes:
+    if not yes and read_standby_state(OsDisk(), directory) is not None:  # otherwise the promotion is refused
         question = f"make {directory} the owner? The owner that it follows is fenced."
         confirm(question, "nothing was promoted", {"promoted": None})
     return _promoted_note(standbys.promote(directory, discard=discard))

@@ -16,7 +16,7 @@ from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import JobSession, failure_of
-from quire.cli.lookup import DryRun, Runner, need_runner
+from quire.cli.lookup import DryRun, Runner, need_report_path, need_runner
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Report
 from quire.core.time_parsing import parse_duration
 from quire.manifest.verification import file_problems
@@ -52,6 +52,7 @@ def verify(
     --max-duration ended the run before it found any.
     """
     need_runner(runner)
+    need_report_path(report)
     age = parse_duration(max_age, "--max-age") if max_age else 0
     longest = parse_duration(max_duration, "--max-duration") if max_duration else 0
     if dry_run:

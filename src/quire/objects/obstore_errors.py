@@ -62,6 +62,8 @@ FOREIGN = tuple(MEANINGS)
 _STATUS = re.compile(r"status code: (\d{3})")
 _QUERY = re.compile(r"(https?://[^\s?\"]+)\?[^\s\"]*")
 _XML = re.compile(r"<\?xml[^>]*>")
+_S3_BODY = re.compile(r"<Error>.*?<Code>([^<]*)</Code>(?:.*?<Message>([^<]*)</Message>)?.*?(?:</Error>|$)", re.DOTALL)
+"""The body of an error of S3; it also repeats the names of the request, and ids of it."""
 TEXT_CHARACTERS_MAX = 500
 _RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 _RETRYABLE_CODES = (
@@ -103,6 +105,14 @@ def translate(error: Exception, *, doing: str, store: str, key: str | None) -> Q
             return ObjectNotFound("the object store has no object with this name", **where)
         case ErrorMeaning.TAKEN:
             return NameIsTaken(text)
+        case ErrorMeaning.DENIED if any(sign in full for sign in _NO_CREDENTIALS):
+            return AccessDenied(
+                "no credentials were found for the object store",
+                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (S3; docs/objects.md has the others), or `credentials` "
+                "in [objects] of quire.toml",
+                **where,
+                cause=text,
+            )
         case ErrorMeaning.DENIED:
             return AccessDenied(
                 f"the object store refused the credentials while {doing}: {text}",
@@ -131,6 +141,7 @@ def readable(text: str) -> str:
     'Error performing GET https://a.blob/x?… in 3ms - 404: <Code>No</Code>'
     """
     text = _XML.sub("", text.partition("\n\nDebug source")[0])
+    text = _S3_BODY.sub(lambda body: ": ".join(filter(None, body.groups())), text)
     return " ".join(_QUERY.sub(r"\1?…", text).split())[:TEXT_CHARACTERS_MAX]
 
 
@@ -152,7 +163,7 @@ def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
     if any(sign in text for sign in _NO_BUCKET):
         return InvalidConfig(
             f"the bucket does not exist: {text}",
-            hint=with_endpoint("create it, or correct `object_store` in quire.toml", text),
+            hint=with_endpoint("create it, or correct its URL (`object_store` in quire.toml)", text),
             **where,
         )
     if match := _STATUS.search(text):

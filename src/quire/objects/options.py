@@ -21,9 +21,13 @@ from typing import TypeVar
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidConfig, ObjectStoreUnavailable
+from quire.core.events import emit_safely
 from quire.core.settings import ObjectSettings, StoreSettings
 
 T = TypeVar("T")
+
+QUIET_SECONDS = 2.0
+"""How long an operation is retried before an event reports it: somebody may be waiting, for up to a minute."""
 
 
 class Transient(Exception):
@@ -68,7 +72,7 @@ class Retrier:
 
     def call(self, operation: Callable[[], T], *, doing: str, **where: object) -> T:
         """Run `operation` and return its result; retry it while it raises `Transient` and the policy allows."""
-        policy = self.policy
+        policy, is_reported = self.policy, False
         started = self.clock.monotonic()
         attempt = 0
         while True:
@@ -87,6 +91,9 @@ class Retrier:
                         attempts=attempt,
                         seconds=round(elapsed, 3),
                     ) from failure
+                if elapsed >= QUIET_SECONDS and not is_reported:
+                    is_reported = True
+                    emit_safely("warning", "objects.retrying", doing=doing, error=str(failure), **where)
             self.sleep(pause)
 
 

@@ -516,7 +516,8 @@ def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root:
     recorded = read_file(disk, root)
     seen = recorded.confirmed if recorded is not None and recorded.epoch == epoch else 0
     is_claim = recorded is not None and recorded.epoch > epoch
-    for newer, session, key in reversed(list(_owners(store, store_id, owner_key(store_id, epoch, seen)))):
+    start_after = owner_key(store_id, epoch, seen) if epoch else ""  # before its first put a store has no epoch
+    for newer, session, key in reversed(list(_owners(store, store_id, start_after))):
         owner, nonce = _read(store, key), ""
         if recorded is not None:
             nonce = recorded.former_nonce if is_claim and newer == epoch else recorded.nonce

@@ -27,7 +27,7 @@ from quire.core.errors import EpochLost, InvalidInput, OutOfRange, SnapshotGone
 from quire.core.ids import Epoch
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import WINDOW_TAG, SnapshotRecord, WalRecord, WalState
+from quire.manifest.records import WINDOW_TAG, DbRecord, SnapshotRecord, WalRecord, WalState
 from quire.manifest.slots import unpack_leaf
 from quire.pages.catalog import segment_place
 from quire.pages.framemap import PinnedSegment, Regions
@@ -107,13 +107,25 @@ def _lost(db_id: int, lsn: int, last: int, first: int) -> EpochLost:
     )
 
 
+def _refuse_before_creation(moment: Moment, record: DbRecord | None) -> None:
+    if moment.ms is None or record is None or moment.ms >= record.created_at_ms:
+        return
+    asked, created = (
+        datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="seconds") for ms in (moment.ms, record.created_at_ms)
+    )
+    hint = "name a time after it was created; what a fork had before is in the database it was forked from"
+    raise SnapshotGone("the database did not exist then", hint=hint, database=record.name, at=asked, created=created)
+
+
 def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> FoundVersion:
     moment = Moment.of(at)
     if moment.lsn is not None and moment.lsn > durable.lsn:
         raise OutOfRange("this version does not exist yet", hint="open the newest", lsn=moment.lsn, newest=durable.lsn)
-    if moment.includes(durable.lsn, durable.commit_ms):
-        return FoundVersion(durable)
     wal, record = txn.wal_state(db_id), txn.database(db_id)
+    if moment.includes(durable.lsn, durable.commit_ms):
+        if not durable.commit_ms:  # nothing was committed yet: every time would be included
+            _refuse_before_creation(moment, record)
+        return FoundVersion(durable)
     checkpointed = wal.checkpointed_lsn if wal is not None else 0
     # A fork has only the newest inherited version of each page: its own history begins at the fork point.
     begins = max(checkpointed, record.parent_lsn if record is not None else 0)
@@ -131,15 +143,7 @@ def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: M
         return kept if kept is not None and kept.mark.lsn == mark.lsn else FoundVersion(mark)
     version = _find_in_snapshots(txn, regions, snapshots, moment, objects_url, checkpointed)
     if version is None:
-        if moment.ms is not None and record is not None and moment.ms < record.created_at_ms:
-            asked, created = (
-                datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="seconds")
-                for ms in (moment.ms, record.created_at_ms)
-            )
-            hint = "name a time after it was created; what a fork had before is in the database it was forked from"
-            raise SnapshotGone(
-                "the database did not exist then", hint=hint, database=record.name, at=asked, created=created
-            )
+        _refuse_before_creation(moment, record)
         raise SnapshotGone(
             "this version is no longer kept",
             hint="open a newer one; snapshots and maintenance.time_travel_seconds keep versions for longer",

@@ -135,7 +135,7 @@ def _run(shell: Any, statement: str) -> None:
     except (apsw.Error, apsw.shell.Shell.Error) as error:
         if isinstance(error.__cause__, QuireError):
             raise error.__cause__ from error  # a missing chunk, for example: SQLite only passed it on
-        hint = "`.help` lists the commands"
+        hint = "`.help` lists the commands" if statement.startswith(".") else "`.schema` shows tables and their columns"
         raise InvalidInput(f"SQLite says: {error}", hint=hint, statement=statement) from error
     finally:
         shell.stderr = sys.stderr

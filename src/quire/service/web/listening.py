@@ -113,6 +113,7 @@ def tls_context(address: WebAddress, credentials: Credentials) -> ssl.SSLContext
     try:
         context.load_cert_chain(credentials.tls_cert_file, credentials.tls_key_file)
     except (OSError, ssl.SSLError) as error:
-        path = credentials.tls_cert_file
-        raise InvalidConfig(f"the certificate cannot be read: {error.strerror or error}", path=path) from error
+        hint = "name a certificate and its key, as PEM files that this user may read"
+        what = f"the certificate or its key cannot be read: {error.strerror or error}"
+        raise InvalidConfig(what, hint=hint, path=credentials.tls_cert_file) from error
     return context

@@ -27,7 +27,7 @@ export const overview = {
         ["Jobs", number(data.jobs.in_flight + data.jobs.pending), data.jobs.failed ? `${number(data.jobs.failed)} failed` : "none failed", data.jobs.failed ? "warn" : undefined],
         ["Changes", number(store.newest_change), lag ? `${number(lag)} changes behind` : data.cursors.length ? "all followers are up to date" : "no followers"],
         ["Archive", ...archiveTile(store.archive, data.archive_dollars_per_month)],
-        ["Owner", `epoch ${number(store.owner_epoch)}`, store.owner_session ? `session ${number(store.owner_session)}, ${store.owner_state}` : store.owner_state, store.owner_state === "fenced" ? "bad" : undefined],
+        ["Owner", `epoch ${number(store.owner_epoch)}`, store.owner_session ? `session ${number(store.owner_session)}, ${store.owner_state}` : store.owner_state === "not needed" ? "objects are local to the store" : store.owner_state, store.owner_state === "fenced" ? "bad" : undefined],
         ["Damaged", number(damaged), `of ${plural(Object.values(data.verified).reduce((sum, each) => sum + each, 0), "artifact")}`, damaged ? "bad" : "good"],
       ),
       h("div", { class: "grid" },
@@ -50,7 +50,7 @@ const mirrors = (list, now) => table(["name", "table", "target", ">databases", "
 
 // What losing the disk now would mean: the words of `quire archive status`.
 function archiveTile(archive, dollars) {
-  if (!archive) return ["off", "losing this disk loses the store: quire archive on", "warn"];
+  if (!archive) return ["off", "losing this disk loses everything since the last backup: quire archive on", "warn"];
   const drill = archive.last_drill ? (archive.last_drill.problems.length ? "last drill failed" : "last drill passed") : "no drill yet";
   const bad = ["behind", "fenced", "stopped"].includes(archive.state) || (archive.last_drill && archive.last_drill.problems.length);
   const waiting = archive.memory_bytes + archive.backlog_bytes;
