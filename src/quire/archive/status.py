@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import StoreFenced
 from quire.core.hourly import HourlyTotals
 from quire.core.settings import ArchiveSettings
@@ -219,7 +219,7 @@ class Traffic(HourlyTotals):
 def read_drill(disk: Disk, root: str) -> DrillRecord | None:
     """Return the last drill, or `None` if there was none."""
     try:
-        return msgspec.json.decode(read_all(disk, os.path.join(root, DRILL)), type=DrillRecord)
+        return msgspec.json.decode(read_all(disk, os.path.join(root, DRILL)), type=described(DrillRecord))
     except (FileNotFoundError, *UNDECODABLE):
         return None
 

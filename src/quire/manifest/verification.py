@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core.decoding import described
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key, parse_object_key
 from quire.manifest import tables as t
@@ -63,7 +64,7 @@ def last_verification(txn: ReadTxn) -> LastVerification | None:
     """Return the last complete verification; `None` if none is recorded. Older stores have it only in the rows of jobs."""
     row = txn.get(t.META, t.LAST_VERIFICATION)
     if row is not None:
-        return LastVerification(row.number, msgspec.json.decode(row.text, type=list[str]))
+        return LastVerification(row.number, msgspec.json.decode(row.text, type=described(list[str])))
     last: LastVerification | None = None
     for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.SUCCEEDED):
         job = txn.job(job_id)
