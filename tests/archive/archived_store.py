@@ -27,7 +27,12 @@ WAIT = 30.0
 
 def settings(bucket: Path | str, lsm: Mapping[str, Any] | None = None, **archive: Any) -> StoreSettings:
     """Small parts, so that a few changes reach every kind of file; no background work."""
-    small: dict[str, Any] = {"memtable_bytes": 16 << 10, "table_bytes": 16 << 10, "block_bytes": 1024, "level0_tables": 2}
+    small: dict[str, Any] = {
+        "memtable_bytes": 16 << 10,
+        "table_bytes": 16 << 10,
+        "block_bytes": 1024,
+        "level0_tables": 2,
+    }
     return StoreSettings(
         object_store=str(bucket),
         archive=ArchiveSettings(**{"mode": "async", "interval_seconds": 0.02, **archive}),
