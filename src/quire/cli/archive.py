@@ -261,7 +261,7 @@ def base(cli: Cli) -> Note:
 
 
 def _off(path: str) -> Conflict:
-    return Conflict("archiving is off: nothing is in the bucket", hint="run `quire archive on`", path=path)
+    return Conflict("archiving is off: the bucket does not have what has changed", hint="run `quire archive on`", path=path)
 
 
 # ── abandoned epochs ──────────────────────────────────────────────────────────────────────────────────────────────────
