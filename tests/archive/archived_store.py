@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,19 @@ from quire.store.store import Store
 WAIT = 30.0
 
 
-def settings(bucket: Path | str, **archive: Any) -> StoreSettings:
+def settings(bucket: Path | str, lsm: Mapping[str, Any] | None = None, **archive: Any) -> StoreSettings:
     """Small parts, so that a few changes reach every kind of file; no background work."""
+    small: dict[str, Any] = {
+        "memtable_bytes": 16 << 10,
+        "table_bytes": 16 << 10,
+        "block_bytes": 1024,
+        "level0_tables": 2,
+    }
     return StoreSettings(
         object_store=str(bucket),
         archive=ArchiveSettings(**{"mode": "async", "interval_seconds": 0.02, **archive}),
         maintenance=MaintenanceSettings(enabled=False),
-        lsm=LsmSettings(memtable_bytes=16 << 10, table_bytes=16 << 10, block_bytes=1024, level0_tables=2),
+        lsm=LsmSettings(**{**small, **(lsm or {})}),
         stream=StreamSettings(segment_bytes=8 << 10, sync_seconds=0),
     )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from pathlib import Path
 
 import pytest
 
 import quire
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
+from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.ops.local import RecordMetric
 from quire.store.store import Store
@@ -107,6 +109,45 @@ def test_many_synced_writes_after_a_rotation(tmp_path: Path) -> None:
         expected = contents(archived.store)
     assert len(expected["pairs"]) == 501
     assert read(archived.restore()) == expected
+
+
+STEPS = [
+    *(f"lsm.freeze.{step}" for step in ("created", "synced", "rotated")),
+    *(f"lsm.flush.{step}" for step in ("written", "recorded", "folded", "done")),
+    *(f"lsm.compaction.{step}" for step in ("written", "recorded", "removed")),
+    *(f"lsm.checkpoint.{step}" for step in ("begun", "written", "synced", "renamed", "named", "truncated")),
+]
+"""Of a rotation and a flush of a key-value set, of a compaction, and of a checkpoint of its manifest."""
+
+
+def test_a_cut_at_each_step_of_a_flush_and_of_a_checkpoint_of_the_manifest(tmp_path: Path) -> None:
+    """Hazard: files that were read at a cut gave a manifest, a log and tables of different moments."""
+    with archived_store(tmp_path, lsm={"manifest_log_bytes": 600}) as archived:
+        kv = archived.store.kv("pairs", create=True)
+        expected: dict[bytes, bytes] = {}
+
+        def write(round_number: int) -> None:
+            for number in range(20):
+                expected[b"%02d" % number] = b"%d" % round_number * 100
+                kv.put(b"%02d" % number, expected[b"%02d" % number])
+
+        for round_number, step in enumerate(STEPS):
+            write(round_number)
+            cut = threading.Event()
+
+            def restore(_: str, step: str = step, cut: threading.Event = cut) -> None:
+                if not cut.is_set():
+                    cut.set()
+                    archived.wait_archived()
+                    assert archived.restored_contents(step)["pairs"] == expected, step
+
+            with armed(step, restore):
+                while not cut.is_set():
+                    write(round_number)
+                    kv.flush()
+                    kv.compact()
+        archived.wait_archived()
+    assert read(archived.restore())["pairs"] == expected
 
 
 def test_a_checkpoint_that_frees_segments_and_writes_that_recycle_them(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Jobs that were in flight at the archived moment are pending after a restore, and no failure is counted (A10)."""
+"""Jobs that were in flight at the archived moment are pending after a restore, and no failure is counted. What is known of the
+files of the former directory, such as their last verification, is forgotten (A10)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import pytest
 
 import quire
 from quire.manifest.records import JobKind, JobState
+from quire.manifest.verification import LastVerification, last_verification
 from quire.store.standby import Standby
-from tests.archive.archived_store import ArchivedStore, archived_store
+from quire.store.store import Store
+from tests.archive.archived_store import ArchivedStore, archived_store, fill
 
 
 def claim_a_job(archived: ArchivedStore, worker: str) -> int:
@@ -56,3 +59,32 @@ def test_after_a_backup_is_restored(tmp_path: Path) -> None:
         archived.store.backup(str(tmp_path / "backup"))
         quire.restore(str(tmp_path / "backup"), tmp_path / "restored")
         require_pending(tmp_path / "restored", job_id)
+
+
+def verified(store: Store) -> LastVerification | None:
+    with store.manifest.read() as txn:
+        return last_verification(txn)
+
+
+def test_a_copy_of_a_verified_store_is_not_verified(tmp_path: Path) -> None:
+    """`doctor` said of files that had just been restored that no damage had been found in them."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        with Standby(str(archived.bucket), tmp_path / "standby") as standby:
+            standby.poll()
+            archived.store.heavy.verify(runner="threads")
+            assert verified(archived.store) is not None
+            archived.wait_archived()
+            archived.store.backup(str(tmp_path / "backup"))
+            archived.restore()
+            quire.clone(str(archived.bucket), tmp_path / "clone")
+            quire.restore(str(tmp_path / "backup"), tmp_path / "from-backup")
+            standby.poll()
+            standby.promote()
+    for name in ("restored", "clone", "from-backup", "standby"):
+        with quire.open(tmp_path / name, "r") as store:
+            assert verified(store) is None, name
+    with quire.open(tmp_path / "from-backup") as store:
+        store.heavy.verify(runner="threads")
+        assert verified(store) is not None

@@ -8,10 +8,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 
 import quire
@@ -23,6 +24,7 @@ from quire.lsm.bulk import Load
 from quire.lsm.engine import KvEngine
 from quire.manifest.feed import ChangeFeed
 from quire.manifest.jobqueue import JobQueue
+from quire.manifest.ops.local import RecordMetric
 from quire.manifest.retention import SnapshotRetention
 from quire.manifest.snapshots import Snapshots
 from quire.manifest.store import ManifestStore
@@ -34,6 +36,7 @@ from quire.stream.engine import StreamEngine
 
 SYNC_SECONDS = 0.3
 HELD = "archive.log.before"
+URI = apsw.SQLITE_OPEN_URI | apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
 
 
 def settings(bucket: Path, *, sync_seconds: float = 30.0, **options: Any) -> quire.StoreSettings:
@@ -113,6 +116,22 @@ def _bulk_load(e: EveryKind) -> None:
     load.publish([])
 
 
+def _insert_without_sync(e: EveryKind) -> None:
+    with closing(e.store.sqlite("sql")) as connection:
+        connection.execute("PRAGMA synchronous=normal")
+        connection.execute("INSERT INTO t VALUES (5)")
+
+
+def _insert_through_the_vfs(e: EveryKind) -> None:
+    with closing(apsw.Connection(":memory:", flags=URI)) as connection:
+        connection.execute(f"ATTACH 'file:sql?vfs={e.store.sqlite_vfs}' AS shop")
+        connection.execute("INSERT INTO shop.t VALUES (6)")
+
+
+def _submit(e: EveryKind) -> None:
+    e.store.manifest.submit([RecordMetric(7, 1, [1.0])]).result()
+
+
 async def _awaited(guard: Any) -> None:
     await guard
 
@@ -186,6 +205,9 @@ READS: dict[str, Callable[[EveryKind], object]] = {
     "Kv.scan": lambda e: list(e.kv.scan()),
     "Stream.read": lambda e: list(e.stream.read()),
     "Stream.append, not awaited": lambda e: e.stream.append(b"z"),
+    "INSERT with synchronous=normal": _insert_without_sync,
+    "INSERT of a connection of the program's own": _insert_through_the_vfs,
+    "ManifestStore.submit": _submit,
     "SELECT": lambda e: e.sql.execute("SELECT count(*) FROM t").fetchall(),
     "PRAGMA": lambda e: e.sql.pragma("page_count"),
     "client databases": lambda e: e.client.databases(),

@@ -63,6 +63,19 @@ def test_a_lost_log_object_is_noticed(run: Run, closed: ArchivedStore) -> None:
     is_doubted(run, closed, "it can be restored only to")
 
 
+def test_a_log_object_that_is_lost_in_the_middle_is_noticed(run: Run, closed: ArchivedStore, tmp_path: Path) -> None:
+    """The newest moment was there, so the archive was confirmed; a restore needs every object after the base."""
+    with closed.open() as store:
+        assert store.archive is not None
+        for number in range(4):
+            store.kv("pairs").put(b"more", b"%d" % number)
+            store.archive.wait(30)
+    log_objects(closed)[-2].unlink()
+    is_doubted(run, closed, "an object of the log is missing")
+    with pytest.raises(quire.ObjectNotFound, match="missing in the middle"):
+        quire.restore(str(closed.bucket), tmp_path / "restored")
+
+
 def test_a_lost_base_is_noticed(run: Run, closed: ArchivedStore) -> None:
     lose(closed, "base")
     is_doubted(run, closed, "a part of the newest base is missing")
@@ -77,7 +90,7 @@ def test_a_lost_archive_is_noticed(run: Run, closed: ArchivedStore) -> None:
 def test_figures_that_an_unclean_end_leaves_unknown_are_not_shown(run: Run, closed: ArchivedStore) -> None:
     (closed.root / "archive.json").unlink()
     status = run("archive", "status", at=closed.root)
-    assert "the last owner ended before its last upload" in status.out
+    assert "losing this disk now may lose changes" in status.out
     assert "waiting        unknown" in status.out
     assert "lag" not in status.out
     assert "last error" not in status.out

@@ -88,3 +88,20 @@ def test_status_of_a_copy_reports_nothing_that_it_cannot_know(run: Run, copies: 
         assert says in result.out
         assert "lag" not in result.out
         assert "last error" not in result.out
+        assert "archive drill" not in result.out + run("info", at=copies / which).out, "only the owner can run one"
+
+
+def test_status_of_a_deposed_owner_reports_nothing_that_it_cannot_know(run: Run, copies: Path) -> None:
+    origin = copies / "origin"
+    quire.promote(copies / "standby")
+    unaware = run("archive", "status", at=origin)
+    assert unaware.code == 1
+    assert "another owner has taken the store over: 00000002.00000001" in unaware.out
+    assert run("archive", "status", "--json", at=origin).data["safe"] is False
+    assert run("kv", "put", "cart", "a", "1", "--create", at=origin).code != 0
+    fenced = run("archive", "status", at=origin)
+    assert fenced.code == 1
+    assert "nothing more is archived from here" in fenced.out
+    for figure in ("lag", "last error", "US$", "archive drill"):
+        assert figure not in fenced.out
+        assert figure not in run("info", at=origin).out

@@ -24,6 +24,7 @@ from quire.manifest.row_image import RowImage
 from quire.store.heavy import audit_bucket
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
+from tests.archive.archived_store import archived_store
 
 HOUR = 3_600.0
 
@@ -45,10 +46,12 @@ class Bucket:
                     connection.executemany("insert into t values(?, ?)", ((value, os.urandom(64)) for _ in range(300)))
                 connection.close()
                 store.heavy.checkpoint_all()
+                self._archive(store)
             kv = store.kv("cart", create=True)
             for number in range(100):
                 kv.put(b"%d" % number, os.urandom(64))
             kv.flush()
+            self._archive(store)
             stream = store.stream("events", create=True)
             for number in range(50):
                 stream.append(b"record %d" % number)
@@ -56,6 +59,11 @@ class Bucket:
             stream.tick()
             self.clock.advance(60)
             store.maintain()
+
+    def _archive(self, store: Store) -> None:
+        """End a log object here: how many there are does not depend on the machine."""
+        assert store.archive is not None
+        store.archive.wait(30)
 
     def open(self, path: Path) -> Store:
         settings = StoreSettings(
@@ -209,7 +217,27 @@ def test_a_gap_in_the_log_is_reported(bucket: Bucket) -> None:
     assert len(files) > 3
     files[-2].unlink()
     audit = bucket.audit()
-    assert any(str(files[-2]).endswith(row["artifact"]) for row in audit.problems)
+    whats = {row["artifact"]: row["what"] for row in audit.problems}
+    assert "those before it were not checked" in next(
+        what for key, what in whats.items() if str(files[-2]).endswith(key)
+    )
+
+
+def test_a_gap_after_the_only_base_does_not_deny_the_moments_before_it(tmp_path: Path) -> None:
+    """The audit said that nothing could be restored."""
+    clock = ManualClock()
+    with archived_store(tmp_path, clock=clock) as archived:
+        for number in range(4):
+            archived.store.kv("pairs", create=True).put(b"%d" % number, b"value")
+            archived.wait_archived()
+            clock.advance(5)
+        before_ms = archived.headers()[-3].at_ms
+    sorted(archived.bucket.glob("*/archive/*/log/*"))[-2].unlink()
+    audit = audit_bucket(str(archived.bucket), now_ms=clock.now_ms())
+    summaries = [row["what"] for row in audit.problems if not row["artifact"]]
+    assert summaries == ["no base is complete after them: at most moments before them can be restored"]
+    with quire.open(archived.restore(at_ms=before_ms), "r") as store:
+        assert store.kv("pairs").get(b"0") == b"value"
 
 
 def _insert_rows(store: Store, value: int) -> None:

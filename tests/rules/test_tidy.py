@@ -154,6 +154,21 @@ def deletes_objects(source: Source) -> Iterator[int]:
                 yield node.lineno
 
 
+def undescribed_type(source: Source) -> Iterator[int]:
+    """Finds `decode(…, type=T)` and `msgspec.convert(…, T)` with a type that is not `described(T)`."""
+    for node in source.nodes:
+        match node:
+            case ast.Call(func=ast.Attribute(attr="decode"), keywords=keywords):
+                kinds = [keyword.value for keyword in keywords if keyword.arg == "type"]
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="msgspec"), attr="convert"), args=[_, kind, *_]):
+                kinds = [kind]
+            case _:
+                continue
+        for kind in kinds:
+            if not (isinstance(kind, ast.Call) and isinstance(kind.func, ast.Name) and kind.func.id == "described"):
+                yield node.lineno
+
+
 RULES = [
     Rule(
         name="module length",
@@ -245,6 +260,14 @@ RULES = [
             "src/quire/testing/faults.py",  # an implementation of a store
             "src/quire/jobs/mirror/parquet_target.py",  # files of the mirror's table, whose names only the mirror creates
         ),
+    ),
+    Rule(
+        name="undescribed type",
+        reason="two threads that decode a type for the first time together end the process with a segmentation fault",
+        instead="`type=described(T)` (quire.core.decoding)",
+        find=undescribed_type,
+        example="import msgspec\nmsgspec.json.decode(b'1', type=int)\n",
+        where=("src/quire",),
     ),
     Rule(
         name="star import",

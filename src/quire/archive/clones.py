@@ -30,7 +30,7 @@ import msgspec
 
 from quire.archive.log_reader import STORE_ID
 from quire.core.clock import Clock
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import Corruption, ObjectNotFound, QuireError, Unavailable
 from quire.core.events import emit
 from quire.durable.object_names import clone_key, clones_prefix
@@ -82,7 +82,7 @@ def registrations(store: ObjectStore, store_id: str) -> list[CloneRegistration]:
     clones = []
     for key in clone_keys(store, store_id):
         try:
-            clones.append(msgspec.json.decode(store.get(key), type=CloneRegistration))
+            clones.append(msgspec.json.decode(store.get(key), type=described(CloneRegistration)))
         except ObjectNotFound:
             continue  # released meanwhile
         except UNDECODABLE as error:

@@ -26,7 +26,7 @@ import msgspec
 
 from quire.archive.format import Position
 from quire.archive.queue import EventQueue
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import ObjectNotFound, QuireError, StoreFenced
 from quire.durable.object_names import heartbeat_key, parse_standby_key, standby_key, standby_prefix
 from quire.objects.api import DeletableStore, ObjectStore, list_objects
@@ -78,7 +78,7 @@ def registrations(store: ObjectStore, store_id: str) -> list[Registration]:
         if parse_standby_key(info.key) is None:
             continue
         try:
-            registered.append(msgspec.json.decode(store.get(info.key), type=Registration))
+            registered.append(msgspec.json.decode(store.get(info.key), type=described(Registration)))
         except (QuireError, *UNDECODABLE):
             continue  # removed meanwhile, or not a registration
     return registered
@@ -87,7 +87,7 @@ def registrations(store: ObjectStore, store_id: str) -> list[Registration]:
 def read_heartbeat(store: ObjectStore, store_id: str) -> Heartbeat | None:
     """Return the newest heartbeat; `None` if no owner has put one, or it cannot be read."""
     try:
-        return msgspec.json.decode(store.get(heartbeat_key(store_id)), type=Heartbeat)
+        return msgspec.json.decode(store.get(heartbeat_key(store_id)), type=described(Heartbeat))
     except (ObjectNotFound, *UNDECODABLE):
         return None
 

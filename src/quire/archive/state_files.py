@@ -24,7 +24,7 @@ import msgspec
 from quire.archive.format import NO_DIGEST, Position
 from quire.archive.recorder import ARCHIVE_STATE, REMOTE_FILES, SPOOL
 from quire.archive.status import ArchiveStatus, read_drill
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import Corruption, FormatTooNew
 from quire.core.settings import ArchiveSettings
 from quire.durable import names
@@ -71,7 +71,7 @@ def read_archive_state(disk: Disk, root: str) -> ArchiveState | None:
     """Return the state that the last clean close left, or `None`."""
     try:
         line, _, check = read_all(disk, os.path.join(root, ARCHIVE_STATE)).partition(b"\n")
-        return msgspec.json.decode(line, type=ArchiveState) if check == _check(line) else None
+        return msgspec.json.decode(line, type=described(ArchiveState)) if check == _check(line) else None
     except (FileNotFoundError, *UNDECODABLE):
         return None
 
@@ -134,7 +134,9 @@ class RemoteFile(msgspec.Struct, frozen=True):
 def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:
     """Return the artifacts that a restore left in the bucket, by path."""
     try:
-        return msgspec.json.decode(read_all(disk, os.path.join(root, REMOTE_FILES)), type=dict[str, RemoteFile])
+        return msgspec.json.decode(
+            read_all(disk, os.path.join(root, REMOTE_FILES)), type=described(dict[str, RemoteFile])
+        )
     except FileNotFoundError:
         return {}
     except UNDECODABLE as error:
@@ -145,7 +147,7 @@ def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:
 def read_origin(disk: Disk, root: str) -> Origin | None:
     """Return what the directory was restored from, or `None` if it was not restored."""
     try:
-        return msgspec.json.decode(read_all(disk, os.path.join(root, names.ORIGIN)), type=Origin)
+        return msgspec.json.decode(read_all(disk, os.path.join(root, names.ORIGIN)), type=described(Origin))
     except (FileNotFoundError, *UNDECODABLE):
         return None
 
@@ -191,7 +193,7 @@ def read_standby_state(disk: Disk, root: str) -> StandbyState | None:
     """Return the state of the standby in this directory, or `None` if it is not a standby."""
     path = os.path.join(root, names.STANDBY)
     try:
-        state = msgspec.json.decode(read_all(disk, path), type=StandbyState)
+        state = msgspec.json.decode(read_all(disk, path), type=described(StandbyState))
     except FileNotFoundError:
         return None
     except UNDECODABLE as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import StoreFenced
 from quire.core.hourly import HourlyTotals
 from quire.core.settings import ArchiveSettings
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 DRILL = "drill.json"
 """In a store's directory: the last drill. It concerns this directory only, so it is not shipped."""
 MONTH_HOURS = 730
-OWNER_STATES = ("archived", "uploading", "behind", "no base", "fenced", "stopped")
-"""States that only the owner of a store can report."""
+OWNER_STATES = ("archived", "uploading", "behind", "no base", "stopped")
+"""States that only the owner of a store can report. A directory remembers that it was fenced."""
 LATE_INTERVALS = 10
 """A lag of more intervals than this is an outage, not an upload in progress."""
 WRITE_DOLLARS, READ_DOLLARS = 0.005 / 1_000, 0.0004 / 1_000
@@ -219,7 +219,7 @@ class Traffic(HourlyTotals):
 def read_drill(disk: Disk, root: str) -> DrillRecord | None:
     """Return the last drill, or `None` if there was none."""
     try:
-        return msgspec.json.decode(read_all(disk, os.path.join(root, DRILL)), type=DrillRecord)
+        return msgspec.json.decode(read_all(disk, os.path.join(root, DRILL)), type=described(DrillRecord))
     except (FileNotFoundError, *UNDECODABLE):
         return None
 

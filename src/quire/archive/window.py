@@ -491,7 +491,7 @@ class RestorableRange(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     """Of the archive: log, bases and files. Chunks, segments and tables of the databases are not counted."""
     missing: str
-    """A part of the newest base that the bucket lacks; empty if it has all of them."""
+    """A part of the newest base, or a log object after it, that the bucket lacks; empty if it has all of them."""
 
 
 def restorable_range(store: ObjectStore, store_id: str) -> RestorableRange:
@@ -499,7 +499,10 @@ def restorable_range(store: ObjectStore, store_id: str) -> RestorableRange:
     newest = find(store, store_id)
     listing = list_archive(store, store_id)
     oldest = Line(store, listing).oldest()
-    parts = listing.epochs[newest.position.epoch].parts
+    objects = listing.epochs[newest.position.epoch]
+    log = (Position(newest.position.epoch, n) for n in range(newest.base.first_log, newest.position.number))
+    missing = [key for key, _, _ in newest.base.parts if key not in objects.parts]
+    missing += [log_key(store_id, position) for position in log if position.number not in objects.logs]
     return RestorableRange(
         newest=newest.position,
         newest_at_ms=newest.at_ms,
@@ -507,5 +510,5 @@ def restorable_range(store: ObjectStore, store_id: str) -> RestorableRange:
         oldest_at_ms=oldest.at_ms if oldest is not None else newest.at_ms,
         objects=listing.objects(),
         size_bytes=listing.size_bytes(),
-        missing=next((key for key, _, _ in newest.base.parts if key not in parts), ""),
+        missing=next(iter(missing), ""),
     )

@@ -31,7 +31,7 @@ from quire.cli.archive_state import (
 )
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, drill_text, moment, size
+from quire.cli.formatting import NOT_OWNER, count_of, drill_lines, moment, size
 from quire.cli.lookup import (
     AllowHttp,
     Endpoint,
@@ -184,6 +184,8 @@ def status(
         with cli.reader() as manifest, manifest.read() as txn:
             in_bucket = ask_bucket(txn, root, settings)
     doubt = doubt_about(known, in_bucket)
+    if in_bucket.newer_owner and known.state not in NOT_OWNER:
+        doubt = f"another owner has taken the store over: {in_bucket.newer_owner}"
     data = {
         **plain(known),
         "safe": known.is_safe and not doubt,
@@ -207,7 +209,7 @@ def status(
         *waiting_lines(known),
         *bucket_lines(known, in_bucket),
         *cost_lines(known),
-        ("last drill", drill_text(known.last_drill, CLOCK.now_ms())),
+        *drill_lines(known, CLOCK.now_ms()),
     ]
     is_problem = known.state in PROBLEM_STATES or bool(doubt)
     return CliResult(Facts(lines=lines, data=data), PROBLEMS if is_problem else OK)
@@ -265,7 +267,9 @@ def base(cli: Cli) -> Note:
 
 
 def _off(path: str) -> Conflict:
-    return Conflict("archiving is off: nothing is in the bucket", hint="run `quire archive on`", path=path)
+    return Conflict(
+        "archiving is off: the bucket does not have what has changed", hint="run `quire archive on`", path=path
+    )
 
 
 # ── abandoned epochs ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.archive.clones import CloneRegistration, registrations
+from quire.archive.format import parse_archive_key
 from quire.archive.log_reader import epochs
 from quire.archive.standbys import Registration
 from quire.archive.standbys import registrations as standby_registrations
@@ -21,6 +22,7 @@ from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.durable.files import OsDisk
 from quire.manifest import tables as t
+from quire.objects.ownership import newer_owner
 from quire.store.object_access import open_place
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class InBucket(msgspec.Struct, frozen=True, kw_only=True):
     """Objects that only archived moments and clones need."""
     is_empty: bool = False
     """Whether the bucket answered, and has no archive of the store."""
+    newer_owner: str = ""
+    """Who has taken the store over, if this directory was its owner and does not know it yet."""
     error: str = ""
 
 
@@ -56,6 +60,7 @@ def ask_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
                 clones=tuple(registrations(bucket, store_id)),
                 standbys=tuple(standby_registrations(bucket, store_id)),
                 retired=txn.count(t.RETIRED),
+                newer_owner=newer_owner(bucket, store_id, txn.owner_epoch(), OsDisk(), root),
             )
     except QuireError as error:
         return InBucket(error=error.what)
@@ -67,7 +72,9 @@ def doubt_about(status: ArchiveStatus, in_bucket: InBucket) -> str:
     if found is None:
         return in_bucket.error
     if found.missing:
-        return f"a part of the newest base is missing ({found.missing})"
+        parsed = parse_archive_key(found.missing)
+        part = "an object of the log" if parsed is not None and parsed[1] == "log" else "a part of the newest base"
+        return f"{part} is missing ({found.missing})"
     if status.is_safe and found.newest_at_ms < status.last_cut_at_ms:
         return f"it can be restored only to {moment(found.newest_at_ms)}"
     return ""
@@ -80,8 +87,8 @@ STATES = {
     "behind": "the bucket does not answer: losing this disk now would lose the backlog",
     "no base": "nothing can be restored yet: the first copy of the store is being uploaded",
     "fenced": "another directory has taken this store over: nothing more is archived from here",
-    "stopped": "the archiver has stopped: restart the owner",
-    "not closed cleanly": "the last owner ended before its last upload: the next one uploads what is missing",
+    "stopped": "the archiver has stopped: losing this disk now would lose what was changed since; restart the owner",
+    "not closed cleanly": "losing this disk now may lose changes: the next owner uploads what is not in the bucket",
     "owned": "a process owns the store but does not answer: the bucket shows how far it is",
     "standby": "nothing is archived from here: the owner that this standby follows archives the store",
     "restored": "nothing is archived from here: this restored directory is not the owner",

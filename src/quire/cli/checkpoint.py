@@ -23,6 +23,7 @@ from quire.cli.jobs import job_json
 from quire.cli.lookup import DryRun, Runner, Snapshot, names_of, need_pages, need_runner, snapshot_named
 from quire.cli.output import CliResult, Listing, ListingRow, Note, Report
 from quire.cli.stream import published
+from quire.core.decoding import described
 from quire.core.errors import InvalidInput
 from quire.core.reader_info import ReaderInfo, reader_text
 from quire.jobs.checkpoint.plan import plan_merge, shape_of
@@ -182,7 +183,7 @@ def _held_back(result: dict[str, Any]) -> str:
     if not result.get("waiting_segments"):
         return ""
 
-    readers = [reader_text(reader) for reader in msgspec.convert(result["readers"], list[ReaderInfo])]
+    readers = [reader_text(reader) for reader in msgspec.convert(result["readers"], described(list[ReaderInfo]))]
     wait = "waits" if result["waiting_segments"] == 1 else "wait"
     what = f"{count_of(result['waiting_segments'], 'WAL segment')} ({size(result['waiting_bytes'])})"
     return f"{what} {wait} for {'; '.join(readers)}"

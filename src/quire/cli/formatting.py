@@ -18,13 +18,15 @@ from quire.core.json_values import plain
 from quire.core.limits import GIB, KIB, MIB
 
 if TYPE_CHECKING:
-    from quire.archive.status import ArchiveStatus, DrillRecord
+    from quire.archive.status import ArchiveStatus
     from quire.manifest.records import DbKind
     from quire.manifest.slots import Chain
     from quire.service.values import MirrorStatus
 
 SHORT_CHARACTERS = 48
 """Longer values are cut in text; JSON has all of them."""
+NOT_OWNER = ("standby", "restored", "fenced")
+"""States of an archive in whose directory nothing may be written."""
 
 
 def non_default_fields(record: msgspec.Struct) -> dict[str, Any]:
@@ -200,9 +202,11 @@ def cost_text(status: ArchiveStatus) -> str:
     return f"about US$ {status.dollars_per_month:.2f} a month for requests at the list price of S3"
 
 
-def drill_text(drill: DrillRecord | None, now_ms: int) -> str:
-    """Format a drill in one line."""
+def drill_lines(status: ArchiveStatus, now_ms: int) -> list[tuple[str, str]]:
+    """Format the last drill of an archive in one line. Only the owner of the store can run one."""
+    drill = status.last_drill
     if drill is None:
-        return "never: run `quire archive drill`"
+        return [] if status.state in NOT_OWNER else [("last drill", "never: run `quire archive drill`")]
     result = "passed" if drill.is_good else f"FAILED with {count_of(len(drill.problems), 'problem')}"
-    return f"{ago_text(drill.at_ms, now_ms)}: {result}, restored in {drill.restore_seconds:.1f} s"
+    text = f"{ago_text(drill.at_ms, now_ms)}: {result}, restored in {drill.restore_seconds:.1f} s"
+    return [("last drill", text)]

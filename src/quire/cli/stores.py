@@ -15,7 +15,7 @@ from quire.cli.formatting import (
     cost_text,
     count_of,
     databases_text,
-    drill_text,
+    drill_lines,
     kind_text,
     moment,
     size,
@@ -204,13 +204,17 @@ def _archive_lines(status: ArchiveStatus | None) -> list[tuple[str, str]]:
     """Format the state of the archive. Only an owner that serves knows its lag and what it costs."""
     if status is None:
         return [("archive", "off")]
-    states = {"owned": "the owner does not serve, so its lag is unknown", "closed": "closed after its last upload"}
+    states = {
+        "owned": "the owner does not serve, so its lag is unknown",
+        "closed": "closed after its last upload",
+        "not closed cleanly": "changes may wait until the store is opened",
+    }
     facts = [status.mode, states.get(status.state, status.state)]
     if status.is_live:
         facts.append(f"lag {status.lag_seconds:.1f} s")
     facts.append(f"window {span(int(status.retain_seconds * 1000))}")
     cost = [("cost", cost_text(status))] if status.is_live else []
-    return [("archive", "; ".join(facts)), *cost, ("last drill", drill_text(status.last_drill, SystemClock().now_ms()))]
+    return [("archive", "; ".join(facts)), *cost, *drill_lines(status, SystemClock().now_ms())]
 
 
 @command("create", example="quire create shop --kind pages")

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import InvalidConfig
 from quire.core.limits import BATCH_OPS_MAX, GIB, KIB, MIB
 
@@ -543,7 +543,7 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load(text: bytes) -> StoreSettings:
     """Parse the contents of a quire.toml; raise `InvalidConfig` if they are not valid."""
     try:
-        return msgspec.toml.decode(text, type=StoreSettings)
+        return msgspec.toml.decode(text, type=described(StoreSettings))
     except UNDECODABLE as error:
         raise InvalidConfig(f"quire.toml: {error}", hint=_EXAMPLE_HINT) from error
 

@@ -23,7 +23,7 @@ import msgspec
 
 from quire.core.clock import Clock, SystemClock, moment
 from quire.core.closing import ClosedOnExit
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import StoreClosed, StoreFenced, StoreLocked, Unavailable
 from quire.durable.files import translate, translated
 
@@ -219,7 +219,7 @@ def _try_lock(fd: int) -> bool:
 
 def _read_holder(fd: int) -> LockHolder | None:
     try:
-        return msgspec.json.decode(os.pread(fd, CONTENTS_BYTES_MAX, 0), type=LockHolder)
+        return msgspec.json.decode(os.pread(fd, CONTENTS_BYTES_MAX, 0), type=described(LockHolder))
     except (OSError, *UNDECODABLE):
         return None
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import AlreadyExists, Corruption, NotFound
 from quire.core.events import emit
 from quire.durable.failpoints import hit
@@ -152,7 +152,7 @@ def _entry(disk: Disk, root: str, number: int) -> Entry | None:
     try:
         if disk.size(path) > NOTE_BYTES_MAX:
             raise Corruption("a note in quarantine is too large", hint=_BY_HAND, path=path)
-        entry = msgspec.json.decode(read_all(disk, path), type=Entry)
+        entry = msgspec.json.decode(read_all(disk, path), type=described(Entry))
     except FileNotFoundError:
         if number not in _numbers(disk, root):
             return None

@@ -20,6 +20,7 @@ from typing import IO, Generic, TypeVar
 
 import msgspec
 
+from quire.core.decoding import described
 from quire.durable.files import translate
 
 ROWS_A_FRAME = 256
@@ -40,7 +41,7 @@ class Spool(Generic[T]):
     """
 
     def __init__(self, kind: type[T]) -> None:
-        self._decoder = msgspec.msgpack.Decoder(list[kind])  # type: ignore[valid-type]
+        self._decoder = msgspec.msgpack.Decoder(described(list[kind]))  # type: ignore[valid-type]
         self._frame: list[T] = []
         self._encoded = bytearray()
         """Encoded frames that are not in the file."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.core.checked_read import checked_read
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import ChecksumMismatch, Corruption, InvalidInput, NotFound
 from quire.core.events import emit
 from quire.core.ids import U64_MAX
@@ -111,7 +111,7 @@ def encode_list(backup: Backup) -> bytes:
 def decode_list(data: bytes, key: str) -> Backup:
     """Decode a backup's list. Raises unless every byte is as it was written."""
     try:
-        backup = msgspec.json.decode(data, type=Backup)
+        backup = msgspec.json.decode(data, type=described(Backup))
     except UNDECODABLE as error:
         raise Corruption("the backup list cannot be decoded", hint=_OTHER, key=key, cause=str(error)) from error
     if backup.crc64:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import Corruption
 from quire.durable.files import Disk, read_all, write_atomic
 from quire.durable.names import TEMPORARY, LsmHome, load_number
@@ -51,7 +51,7 @@ def read_load_record(disk: Disk, home: LsmHome, number: int) -> LoadRecord | Non
     except FileNotFoundError:
         return None
     try:
-        return msgspec.json.decode(data, type=LoadRecord)
+        return msgspec.json.decode(data, type=described(LoadRecord))
     except UNDECODABLE as error:
         hint = "remove the file if no client is waiting for this load"
         raise Corruption(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pyarrow as pa
 
+from quire.core.decoding import described
 from quire.core.errors import InvalidInput, UnknownSnapshot
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
@@ -77,7 +78,7 @@ def roll_back(manifest: ManifestStore, engine: KvEngine, name: str, to: object) 
                     manifest.snapshots.drop(db_id, kept.snapshot_id)
             raise
     hit("lsm.rollback.published")
-    manifest.submit([msgspec.convert(done, RecordRollback, from_attributes=True)]).result()
+    manifest.submit([msgspec.convert(done, described(RecordRollback), from_attributes=True)]).result()
     return done
 
 

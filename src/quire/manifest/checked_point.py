@@ -26,7 +26,7 @@ from contextlib import suppress
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import StorageFault
 from quire.core.events import emit
 from quire.durable.files import OsDisk, read_all, write_atomic
@@ -80,7 +80,7 @@ def read_point(env: ManifestEnv) -> CheckedPoint | None:
     """Return the stored point of this manifest; `None` if there is no valid one."""
     try:
         line, _, check = read_all(OsDisk(), env.path + SUFFIX).partition(b"\n")
-        point = msgspec.json.decode(line, type=CheckedPoint) if check == _digest(line) else None
+        point = msgspec.json.decode(line, type=described(CheckedPoint)) if check == _digest(line) else None
     except (FileNotFoundError, StorageFault, *UNDECODABLE):
         return None
     with ReadTxn(env) as txn:

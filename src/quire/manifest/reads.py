@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from quire.core.closing import ClosedOnExit
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import (
     DatabaseTombstoned,
     InvalidInput,
@@ -405,7 +405,7 @@ class ReadTxn(ClosedOnExit):
     def parents(self) -> tuple[ParentStore, ...]:
         """Return the stores from which this one was cloned, oldest first; usually none (A12)."""
         row = self.get(t.META, t.PARENTS)
-        return msgspec.json.decode(row.text, type=tuple[ParentStore, ...]) if row is not None else ()
+        return msgspec.json.decode(row.text, type=described(tuple[ParentStore, ...])) if row is not None else ()
 
     def store_of_epoch(self, epoch: int) -> str:
         """Return the identity of the store that had this owner epoch: in a clone, earlier epochs belong to its parents."""

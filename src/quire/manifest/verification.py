@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
+from quire.core.decoding import described
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key, parse_object_key
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import JobKind, JobState, VerifyState
+from quire.manifest.records import VerifyState
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +61,8 @@ def damaged_artifacts(txn: ReadTxn) -> list[tuple[str, str]]:
 
 
 def last_verification(txn: ReadTxn) -> LastVerification | None:
-    """Return the last complete verification; `None` if none is recorded. Older stores have it only in the rows of jobs."""
+    """Return the last complete verification of this directory; `None` if none is recorded."""
     row = txn.get(t.META, t.LAST_VERIFICATION)
-    if row is not None:
-        return LastVerification(row.number, msgspec.json.decode(row.text, type=list[str]))
-    last: LastVerification | None = None
-    for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.SUCCEEDED):
-        job = txn.job(job_id)
-        if job is not None and job.kind is JobKind.VERIFY and not job.db_id and job.result:
-            result = msgspec.msgpack.decode(job.result)
-            if result.get("complete") and "problems" in result:
-                last = LastVerification(job.finished_at_ms, [*result.get("logs", []), *file_problems(result)])
-    return last
+    if row is None:
+        return None
+    return LastVerification(row.number, msgspec.json.decode(row.text, type=described(list[str])))

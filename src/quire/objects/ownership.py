@@ -37,7 +37,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.core.clock import Clock
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import (
     AlreadyExists,
     Corruption,
@@ -115,7 +115,7 @@ def decode_file(data: bytes, path: str) -> OwnerFile:
     if len(data) > FILE_BYTES_MAX or rest != f"{crc64(line):016x}\n".encode():
         raise _damaged(path, "its checksum does not match its contents")
     try:
-        record = msgspec.json.decode(line, type=OwnerFile)
+        record = msgspec.json.decode(line, type=described(OwnerFile))
     except UNDECODABLE as error:
         raise _damaged(path, str(error)) from error
     if record.format > FORMAT:
@@ -175,7 +175,7 @@ def decode_object(data: bytes) -> OwnerObject | None:
     if len(data) > OBJECT_BYTES_MAX:
         return None
     try:
-        return msgspec.json.decode(data, type=OwnerObject)
+        return msgspec.json.decode(data, type=described(OwnerObject))
     except UNDECODABLE:
         return None
 

@@ -42,7 +42,7 @@ from functools import cached_property
 import msgspec
 
 from quire.core.clock import Clock
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import (
     Corruption,
     FormatTooNew,
@@ -158,7 +158,7 @@ def decode(reader: uuid.UUID, data: bytes, path: str = "") -> LeaseRecord:
     if len(tags) != tags_bytes or crc64(tags, crc64(head, crc64(reader.bytes))) != crc:
         raise Corruption("a reader's lease is damaged", path=path, size=len(data))
     try:
-        named = msgspec.msgpack.decode(tags, type=dict[str, str])
+        named = msgspec.msgpack.decode(tags, type=described(dict[str, str]))
     except UNDECODABLE as error:
         raise Corruption(f"the tags of a lease are invalid: {error}", path=path) from error
     return LeaseRecord(reader=reader, db_id=db_id, lsn=lsn, pid=pid, opened_ms=opened_ms, tags=named)

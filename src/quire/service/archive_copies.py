@@ -27,7 +27,7 @@ from hashlib import blake2b
 import msgspec
 
 from quire.core.clock import SystemClock
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import StoreLocked, Unavailable
 from quire.core.time_parsing import parse_moment
 from quire.durable.files import OsDisk, read_all, write_atomic
@@ -110,7 +110,7 @@ def _locked(path: str) -> FileLock:
 def _fresh(note: str) -> str:
     """Return the socket of the copy that a note names if it is fresh and alive; otherwise an empty string."""
     try:
-        copy = msgspec.json.decode(read_all(OsDisk(), note), type=ServedCopy)
+        copy = msgspec.json.decode(read_all(OsDisk(), note), type=described(ServedCopy))
     except (FileNotFoundError, *UNDECODABLE):
         return ""
     if not 0 <= SystemClock().now_ms() - copy.at_ms < FRESH_SECONDS * 1_000:

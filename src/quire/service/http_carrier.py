@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPSConnection
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import Incompatible, InvalidInput
 from quire.durable.files import translated
 from quire.service.carrier import CallBroken, Carrier
@@ -92,7 +92,7 @@ def _refused(status: int, body: bytes) -> Exception:
     """Return the error for a response that does not answer the call."""
     again = status in AGAIN
     try:
-        refusal = msgspec.json.decode(body, type=Refusal)
+        refusal = msgspec.json.decode(body, type=described(Refusal))
         return RemoteError(ErrorForm(refusal.error, refusal.message, refusal.hint, {}, again))
     except UNDECODABLE:
         if again:

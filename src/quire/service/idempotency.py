@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import InvalidInput, QuireError
 from quire.manifest import tables as t
 from quire.manifest.guard import KeyedCall, keyed
@@ -74,7 +74,7 @@ def _kept_answer(manifest: ManifestStore, key: bytes, action: str) -> KeptAnswer
     if row is None or row.expires_at_ms <= manifest.clock.now_ms():
         return None
     try:
-        kept = msgspec.msgpack.decode(row.result, type=KeptAnswer)
+        kept = msgspec.msgpack.decode(row.result, type=described(KeptAnswer))
     except UNDECODABLE:
         kept = KeptAnswer("submit", None)  # the kept answer of a batch has no action
     if kept.action != action:

@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from quire.core.closing import ClosedOnExit
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import InternalError, InvalidConfig, InvalidInput, QuireError, ReadOnly, Unavailable
 from quire.core.events import emit
 from quire.core.tracing import attached_trace, span
@@ -310,7 +310,7 @@ class Service:
         if len(raw) > TICKET_BYTES_MAX:
             raise InvalidInput("the ticket is too long", bytes=len(raw), max=TICKET_BYTES_MAX)
         try:
-            ticket = msgspec.msgpack.decode(raw, type=TableTicket)
+            ticket = msgspec.msgpack.decode(raw, type=described(TableTicket))
         except UNDECODABLE as error:
             raise InvalidInput(f"the ticket cannot be read: {error}") from error
         reader = TableStream(self._manifest, ticket, self._settings.batch_bytes)

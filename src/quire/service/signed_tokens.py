@@ -34,6 +34,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from quire.core.clock import Clock, SystemClock
+from quire.core.decoding import described
 from quire.core.errors import InvalidConfig, InvalidInput, Unauthenticated
 from quire.durable import names
 from quire.durable.files import translated
@@ -93,7 +94,7 @@ class Verifier:
 
     def _read(self, payload: dict[str, Any]) -> Grant:
         try:
-            claims = msgspec.convert(payload, Claims)
+            claims = msgspec.convert(payload, described(Claims))
         except msgspec.ValidationError:
             raise _wrong() from None
         if not all(isfinite(moment) for moment in (claims.exp, claims.nbf) if moment is not None):

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.core import errors
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import Incompatible, InvalidInput, QuireError
 from quire.core.limits import MIB
 
@@ -82,7 +82,7 @@ def read_call(body: bytes, kind: type[T]) -> tuple[bytes, T]:
     """Return (key, request) of an action's body."""
     try:
         call = _decode_call(body)
-        request = msgspec.msgpack.decode(call.request, type=kind)
+        request = msgspec.msgpack.decode(call.request, type=described(kind))
     except UNDECODABLE as error:
         raise InvalidInput(f"the call cannot be read: {error}", request=kind.__name__, bytes=len(body)) from error
     if call.key and len(call.key) != 16:
@@ -122,7 +122,7 @@ def read_answer(whole: bytes, kind: Any) -> Any:
     try:
         if whole[:1] != GOOD:
             raise msgspec.DecodeError("it starts with neither 0 nor 1")
-        return msgspec.msgpack.decode(memoryview(whole)[1:], type=kind)
+        return msgspec.msgpack.decode(memoryview(whole)[1:], type=described(kind))
     except UNDECODABLE as error:
         raise Incompatible(
             f"the owner's answer cannot be read: {error}", hint="use the same version of quire on both sides"

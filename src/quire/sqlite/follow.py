@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 
 from quire.core.clock import SystemClock
+from quire.core.decoding import described
 from quire.core.errors import NotFound, QuireError, Unavailable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
@@ -164,7 +165,7 @@ def load(disk: Disk, root: str, db_id: int) -> FollowPosition | None:
     """Return the position of a database; `None` if there is none or it cannot be decoded."""
     path = os.path.join(root, FollowFile(db_id=db_id).path)
     try:
-        position = msgspec.json.decode(read_all(disk, path), type=FollowPosition)
+        position = msgspec.json.decode(read_all(disk, path), type=described(FollowPosition))
         position.header  # noqa: B018 - it must be hex
     except FileNotFoundError:
         return None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.core.clock import SystemClock
+from quire.core.decoding import described
 from quire.core.errors import QuireError, StorageFault
 from quire.core.time_parsing import parse_moment
 from quire.durable.files import OsDisk
@@ -38,7 +39,7 @@ LOOK_SECONDS = 5.0
 
 def main() -> int:
     """Serve the requested copy until the driver ends or stops using it. Return the exit code."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(ANSWER_BYTES_MAX), type=CopyRequest)
+    request = msgspec.json.decode(sys.stdin.buffer.read(ANSWER_BYTES_MAX), type=described(CopyRequest))
     answer = os.dup(1)
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)  # so that closing `answer` is the end of file for its reader

@@ -54,6 +54,7 @@ from quire.archive.log_reader import epochs, owner_log, read_object
 from quire.archive.queue import Entry, EventQueue, PendingArtifact, PendingBase
 from quire.archive.recorder import sha256_of
 from quire.archive.remote_files import number_of, remote_at
+from quire.core.decoding import described
 from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
 from quire.durable import names
 from quire.durable.failpoints import hit
@@ -455,7 +456,7 @@ def read_index(place: ObjectStore, store_id: str, position: Position) -> Index |
     try:
         data = place.get(key)
         raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=INDEX_BYTES_MAX)
-        return msgspec.msgpack.decode(raw, type=Index)
+        return msgspec.msgpack.decode(raw, type=described(Index))
     except ObjectNotFound:
         return None
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:

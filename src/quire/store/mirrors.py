@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.core.barrier import changes
+from quire.core.decoding import described
 from quire.core.errors import InvalidInput, NameTaken
 from quire.durable.names import check_name
 from quire.jobs.handler import Progress
@@ -162,7 +163,7 @@ class Mirrors:
             find_mirror(txn, name)
         payload = {"mirror": name, "runner": runner, "full": full}
         job = self._wiring.worker.run_new(JobKind.MIRROR, 0, payload, watch=progress, reraise=True)
-        return msgspec.convert(job.result, MirrorRun)
+        return msgspec.convert(job.result, described(MirrorRun))
 
     def status(self, name: str) -> MirrorStatus:
         """Return a mirror's status, including how far its target lags behind."""

@@ -408,8 +408,8 @@ def write_config(disk: Disk, root: str, url: str, options: StoreOptions | None =
 
 # ── rows that describe the old machine ────────────────────────────────────────────────────────────────────────────────
 def correct_rows(replay: Replay, root: str, url: str, *, is_backup: bool = False) -> None:
-    """Correct rows after a replay: cached copies of chunks are gone, objects are where they were read from, and the feed starts
-    at the first change that was restored."""
+    """Correct rows after a replay: cached copies of chunks are gone, objects are where they were read from, the feed starts at
+    the first change that was restored, and none of the new files has been verified."""
     rows = replay.rows()
     with rows.read() as txn:
         corrections = [block for table in (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX) for block in _evicted(txn, table)]
@@ -422,7 +422,8 @@ def correct_rows(replay: Replay, root: str, url: str, *, is_backup: bool = False
         if is_backup:
             corrections += _without_places(txn)
     pack = t.META.key.pack
-    corrections.append((t.META.name, t.META.rows.encode_all([(pack(name), row) for name, row in meta]), []))
+    known = t.META.rows.encode_all([(pack(name), row) for name, row in meta])
+    corrections.append((t.META.name, known, [pack(t.LAST_VERIFICATION)]))
     rows.apply([corrections])
 
 
@@ -458,8 +459,9 @@ def correct_block(table: str, rows: list[tuple[bytes, bytes]], oldest_change: in
         )
     if table != t.META.name:
         return rows
-    place, oldest = t.META.key.pack(t.OBJECT_PLACE), t.META.key.pack("oldest_sequence")
-    kept = [(key, row) for key, row in rows if key not in (place, oldest)]
+    oldest = t.META.key.pack("oldest_sequence")
+    own = (t.META.key.pack(t.OBJECT_PLACE), t.META.key.pack(t.LAST_VERIFICATION), oldest)
+    kept = [(key, row) for key, row in rows if key not in own]
     for key, row in rows:
         if key == oldest:
             number = max(t.META.rows.decode(key, row).number, oldest_change)

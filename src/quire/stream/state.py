@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from quire.core.clock import Clock
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCursor
 from quire.core.recent_keys import RecentKeys
 from quire.core.timeline import Gap
@@ -103,7 +103,7 @@ def load_state(files: StreamFiles) -> StoredState:
     path = files.state
     try:
         data = read_all(files.disk, path)
-        stored = msgspec.json.decode(data, type=StoredState)
+        stored = msgspec.json.decode(data, type=described(StoredState))
     except FileNotFoundError:
         return StoredState()
     except UNDECODABLE as error:
@@ -138,7 +138,7 @@ def load_mode(disk: Disk, root: str) -> Literal["off", "shadow", "on"] | None:
     """Return the manifest-log mode that was set for all streams of this store; `None` if none was set."""
     path = os.path.join(root, MODE_FILE)
     try:
-        return msgspec.json.decode(read_all(disk, path), type=_StoreWide).mode
+        return msgspec.json.decode(read_all(disk, path), type=described(_StoreWide)).mode
     except FileNotFoundError:
         return None
     except UNDECODABLE as error:

@@ -40,7 +40,12 @@ SETTINGS = StoreSettings(
     manifest_log=ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=2),
     stream=StreamSettings(segment_bytes=8 << 10, sync_seconds=0, tick_seconds=NEVER, seal_seconds=600.0),
     lsm=LsmSettings(
-        memtable_bytes=8 << 10, table_bytes=8 << 10, block_bytes=512, level0_tables=2, level_bytes=32 << 10
+        memtable_bytes=8 << 10,
+        table_bytes=8 << 10,
+        block_bytes=512,
+        level0_tables=2,
+        level_bytes=32 << 10,
+        manifest_log_bytes=300,
     ),
 )
 

@@ -60,6 +60,7 @@ TASK_OBJECTS = 64
 ATTEMPTS = 3
 HALF = 1_000
 """Units of progress in each half: first the log, then the objects."""
+GAP = "a log object is missing; moments from it to the next base cannot be restored, those before it were not checked"
 KNOWN = ("e", "archive", "owner", "standby", "clones", "keys", "backups")
 """The parts of a store below its prefix."""
 
@@ -158,7 +159,7 @@ def _audit(
     audit = log_pass.audit
     try:
         line = Line(log_pass.store, listing)
-        _report_gaps(audit, line, listing)
+        has_gaps = _report_gaps(audit, line, listing)
         oldest, newest = line.oldest(), line.newest()
     except (Corruption, ObjectNotFound) as error:
         audit.add(*_damage(error, ""))
@@ -166,7 +167,9 @@ def _audit(
     audit.newest_at_ms = newest.at_ms if newest is not None else 0
     _report_passed_over(log_pass, line, oldest)
     if oldest is None:
-        if any(objects.logs for objects in listing.epochs.values()):
+        if has_gaps:
+            audit.add("MISSING", "", "no base is complete after them: at most moments before them can be restored")
+        elif any(objects.logs for objects in listing.epochs.values()):
             audit.add("MISSING", "", "no base is complete: nothing can be restored")
         return
     audit.oldest_at_ms = oldest.at_ms
@@ -187,17 +190,16 @@ def _report_passed_over(log_pass: _LogPass, line: Line, oldest: Oldest | None) -
             log_pass.audit.add(*_damage(error, ""))
 
 
-def _report_gaps(audit: ArchiveAudit, line: Line, listing: ArchiveListing) -> None:
-    """Report log objects that are missing between existing ones."""
+def _report_gaps(audit: ArchiveAudit, line: Line, listing: ArchiveListing) -> bool:
+    """Report log objects that are missing between existing ones. Return whether there are any."""
     for epoch, numbers in line.epochs:
         logs = listing.epochs[epoch].logs
         if numbers:
             for number in range(min(logs), numbers.start):
                 if number not in logs:
                     key = log_key(listing.store_id, Position(epoch, number))
-                    audit.add(
-                        "MISSING", key, "a log object is missing; moments before the next base cannot be restored"
-                    )
+                    audit.add("MISSING", key, GAP)
+    return bool(audit.problems)
 
 
 def _damage(error: QuireError, key: str) -> tuple[str, str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.core.decoding import described
 from quire.core.errors import NotFound
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
@@ -149,7 +150,7 @@ class _MirrorOnly(msgspec.Struct, frozen=True):
 def _mirror_of(job: JobRecord) -> str:
     """Return the mirror that a run names; empty if it names none: any client may enqueue a job with any payload."""
     try:
-        return msgspec.msgpack.decode(job.payload, type=_MirrorOnly).mirror
+        return msgspec.msgpack.decode(job.payload, type=described(_MirrorOnly)).mirror
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 

@@ -18,6 +18,7 @@ from contextlib import closing
 import msgspec
 
 from quire.core.clock import Clock
+from quire.core.decoding import described
 from quire.core.errors import AlreadyExists, Corruption, FormatTooNew, InvalidInput, ObjectNotFound, StalePlan
 from quire.durable.failpoints import hit
 from quire.jobs.mirror.run import Column, WrittenFile
@@ -79,9 +80,9 @@ def decode(data: bytes, name: str) -> TableManifest:
     if encode_digest(plain) != data:
         raise Corruption("the manifest of a mirror is damaged: its digest does not match", hint=_HINT, name=name)
     try:
-        if msgspec.json.decode(data, type=_Format).format > FORMAT:
+        if msgspec.json.decode(data, type=described(_Format)).format > FORMAT:
             raise FormatTooNew("the manifest of the mirror has a newer format", hint="upgrade quire", name=name)
-        return msgspec.json.decode(data, type=TableManifest)
+        return msgspec.json.decode(data, type=described(TableManifest))
     except msgspec.MsgspecError as error:
         raise Corruption(f"the manifest of a mirror is invalid: {error}", hint=_HINT, name=name) from error
 

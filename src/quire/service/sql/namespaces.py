@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from quire.core.decoding import UNDECODABLE
+from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import InvalidInput
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import RolledBack
@@ -140,7 +140,7 @@ def _answer(value: Any) -> Response:
 
 def _decoded(raw: bytes, kind: type[B], example: str) -> B:
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=described(kind))
     except UNDECODABLE as error:
         raise InvalidInput(f"the request cannot be read: {error}", hint=f"as in {example}") from None
 

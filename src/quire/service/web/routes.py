@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
+from quire.core.decoding import described
 from quire.core.errors import InvalidInput, NotFound, QuireError, StoreUnusable
 from quire.service.tickets import Role
 from quire.service.values import DatabaseFilterOptions
@@ -252,7 +253,7 @@ def _chosen(request: WebRequest, limit: int) -> DatabaseFilterOptions:
 
 def _read(body: bytes, kind: type[Any]) -> Any:
     try:
-        return msgspec.json.decode(body or b"{}", type=kind)
+        return msgspec.json.decode(body or b"{}", type=described(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the body cannot be read: {error}") from error
 

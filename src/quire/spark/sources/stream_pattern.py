@@ -34,6 +34,7 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, ReadMinRows
 from pyspark.sql.types import StructType
 
+from quire.core.decoding import described
 from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StalePlan, UnknownCursor, UnknownDatabase
 from quire.core.timeline import distance, skip_gap, step
 from quire.spark.sources.base import WAIT_SECONDS, HeldQueryReader, Offset, Options
@@ -266,7 +267,7 @@ def _named(positions: Positions) -> dict[str, int]:
 def _numbered(offset: Offset, name: str) -> Positions:
     """Return positions of an offset, which anything may have been done to in a checkpoint."""
     try:
-        return msgspec.convert(offset.get(name), _STORED_POSITIONS, str_keys=True)
+        return msgspec.convert(offset.get(name), described(_STORED_POSITIONS), str_keys=True)
     except msgspec.ValidationError as error:
         raise _damaged(f"`{name}`: {error}") from None
 
