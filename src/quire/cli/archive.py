@@ -160,12 +160,12 @@ def _owner_text(root: str) -> str:
 # ── status ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("status", archive, example="quire archive status --json")
 def status(
-    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not ask the object store.")] = False
+    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not contact the object store.")] = False
 ) -> CliResult:
-    """Show what is archived, what waits, what can be restored and what it costs.
+    """Show what is archived, what is pending, what can be restored and what it costs.
 
-    Queries the owner if it serves (`quire serve`), and the bucket; only a serving owner knows the cost. The exit code is 1 if
-    the archive is fenced, stopped or behind, or if the bucket does not confirm what the directory says.
+    Queries the owner if it serves (`quire serve`), and the bucket; only a serving owner knows the cost. The exit code is 1
+    if the archive is fenced, stopped or behind, or if the bucket does not confirm the state that the directory records.
     """
     root, settings = os.path.abspath(cli.path), cli.settings()
     known = _known_status(cli)
@@ -222,8 +222,8 @@ def _known_status(cli: Cli) -> ArchiveStatus | None:
 def drill(cli: Cli) -> CliResult:
     """Restore the archive to a temporary directory and compare it with the live store.
 
-    Claims nothing, and changes nothing but drill.json, which records the result. A running `quire serve` does it while it
-    serves. Downloads the store once. The exit code is 1 if anything differs.
+    Takes over nothing, and changes nothing except drill.json, which records the result. A running `quire serve` performs
+    the drill itself. Downloads the store once. The exit code is 1 if anything differs.
     """
     with cli.owner() as store:
         if store.archive is None:
@@ -246,8 +246,8 @@ def drill(cli: Cli) -> CliResult:
 def base(cli: Cli) -> Note:
     """Upload the whole store to the archive again.
 
-    After a drill has failed, or objects were lost from the bucket: the next restore reads the new copy alone. Earlier moments
-    are not repaired. Chunks that a checkpoint has uploaded are not part of it; `quire verify` reads those.
+    Use it after a failed drill, or if objects were lost from the bucket: the next restore then reads only the new copy.
+    Earlier moments are not repaired. Chunks that a checkpoint has uploaded are not part of it; `quire verify` reads those.
     """
     with cli.owner() as store:
         if store.archive is None:
@@ -273,10 +273,10 @@ def abandoned(
 ) -> Listing | Note:
     """List owner epochs that the store's history does not contain, or delete one of them.
 
-    They are left by a takeover that went back to an earlier moment (`quire takeover --discard`): whole epochs, and the end of
-    the epoch that was restored. Whole epochs are never deleted automatically; the end of one leaves with the window. The
-    command in the last column restores one. Objects that it shares with the newest owner's history are kept while the window
-    reaches back to the takeover.
+    A takeover that returns to an earlier moment (`quire takeover --discard`) leaves them behind: whole epochs, and the end of
+    the epoch that was restored. Whole epochs are never deleted automatically; the end of one is deleted when it leaves the
+    window. The command in the last column restores one. Objects that it shares with the newest owner's history are kept while
+    the window reaches back to the takeover.
     """
     if not remove:
         root = os.path.abspath(cli.path)
@@ -326,7 +326,7 @@ def audit(
     """Read the whole archive and check that every moment in it can be restored.
 
     This covers log objects, bases, tables, compressed segments, and the chunks and segments that rows of any restorable moment
-    name, compared by their digests. Also lists objects that nothing names. Reads only the bucket. The exit code is 1 if
+    name, compared by their digests. Also lists unreferenced objects. Reads only the bucket. The exit code is 1 if
     something is missing or altered; orphans do not count.
     """
     from quire.store.heavy import audit_bucket  # here: it loads the runners, which other archive commands do not need

@@ -72,12 +72,12 @@ STATES = {
     "archived": "everything is in the bucket: losing this disk now would lose nothing",
     "closed": "closed with everything in the bucket: losing this disk now would lose nothing",
     "uploading": "changes are being uploaded: losing this disk now would lose them",
-    "behind": "the bucket does not answer: losing this disk now would lose the backlog",
+    "behind": "the bucket does not respond: losing this disk now would lose the backlog",
     "no base": "nothing can be restored yet: the first copy of the store is being uploaded",
     "fenced": "another directory has taken this store over: nothing more is archived from here",
     "stopped": "the archiver has stopped: restart the owner",
     "not closed cleanly": "the last owner ended before its last upload: the next one uploads what is missing",
-    "owned": "a process owns the store but does not answer: the bucket shows how far it is",
+    "owned": "a process owns the store but does not respond: the state in the bucket is shown",
     "standby": "nothing is archived from here: the owner that this standby follows archives the store",
     "restored": "nothing is archived from here: this restored directory is not the owner",
 }
@@ -131,7 +131,7 @@ def bucket_lines(status: ArchiveStatus, in_bucket: InBucket) -> list[tuple[str, 
     newest = max(status.restorable_at_ms, found.newest_at_ms if found else 0)
     lines = [("last upload", ago_text(status.last_cut_at_ms or (found.newest_at_ms if found else 0), CLOCK.now_ms()))]
     if found is None:
-        why = f"; the bucket could not be asked: {in_bucket.error}" if in_bucket.error else ""
+        why = f"; the bucket could not be read: {in_bucket.error}" if in_bucket.error else ""
         return [*lines, ("restorable", f"to {moment(newest)}{why}")]
     lines += [
         ("restorable", f"from {moment(found.oldest_at_ms)} to {moment(newest)}"),

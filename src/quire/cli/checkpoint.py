@@ -44,7 +44,7 @@ def checkpoint(
 ) -> Note | CliResult | Listing:
     """Write the WAL of page databases to chunks now.
 
-    WAL segments that no snapshot, fork or reader needs any more are then truncated.
+    WAL segments that no snapshot, fork or reader needs are then truncated.
     """
     names = _wanted(databases, every, runner)
     if dry_run:

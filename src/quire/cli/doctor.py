@@ -92,7 +92,7 @@ NO_STORE = CheckResult("store", "warn", "no store in this directory", "name one 
 
 @command("doctor", example="quire doctor --store ./data")
 def doctor(
-    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not touch the object store.")] = False
+    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not contact the object store.")] = False
 ) -> CliResult:
     """Check the machine, the store and the object store.
 
@@ -254,7 +254,7 @@ def _owner(root: str) -> CheckResult:
         return CheckResult("owner", "ok", "no process owns the store")
     owner = holder(lock)
     if owner is None:
-        return CheckResult("owner", "warn", "a process owns the store; the lock file does not say which")
+        return CheckResult("owner", "warn", "a process owns the store; the lock file does not identify it")
     since = local_moment(owner.since_ms, CLOCK.now_ms())
     does = "updates this standby: " if is_standby else ""
     return CheckResult("owner", "ok", f"{does}process {owner.pid} on {owner.host} since {since}")
@@ -485,10 +485,10 @@ def _archive(manifest: ManifestStore, root: str, *, with_objects: bool) -> Check
             return CheckResult("archive", "fail", detail)  # `session` has the advice
         case "behind" | "stopped":
             return CheckResult(
-                "archive", "fail", f"{detail}: {status.last_error}", "`quire archive status` shows what waits"
+                "archive", "fail", f"{detail}: {status.last_error}", "`quire archive status` shows the backlog"
             )
         case "no base":
-            return CheckResult("archive", "warn", detail, "wait until `quire archive status` says archived")
+            return CheckResult("archive", "warn", detail, "wait until `quire archive status` shows `archived`")
         case "not closed cleanly":
             return CheckResult("archive", "warn", detail, "open the store, or run `quire archive on`")
     if with_objects:
@@ -554,5 +554,7 @@ def _round_trip(check: str, url: str, options: StoreOptions) -> CheckResult:
     finally:
         objects.close()
     if not same:
-        return CheckResult(check, "fail", f"{url} returned other bytes than were written", "do not store data there")
+        return CheckResult(
+            check, "fail", f"{url} returned different bytes from those written", "do not store data there"
+        )
     return CheckResult(check, "ok", f"put, get, delete in {milliseconds:.1f} ms: {url}")

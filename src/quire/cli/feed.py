@@ -171,7 +171,7 @@ def cursor_json(info: CursorInfo) -> dict[str, Any]:
 
 @command("resume", group, example="quire feed resume my-app")
 def resume(cli: Cli, cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")]) -> Note:
-    """Resume a lost cursor where it stopped, or at the oldest retained change. It misses the changes between."""
+    """Resume a lost cursor where it stopped, or at the oldest retained change. The changes in between are skipped."""
     with cli.owner() as store:
         feed = store.manifest.feed
         lost = _find(feed, cursor)

@@ -348,7 +348,7 @@ def _collect(session: JobSession, grace_ms: int, *, at_once: bool) -> CliResult:
             ListingRow([str(job.job_id), job.kind.name.lower(), state_text(job), job.record.error], None)
             for job in failed
         ],
-        closing="`quire jobs show ID` has more",
+        closing="`quire jobs show ID` shows the details",
     )
     return CliResult(Report(parts=[facts, table], data=data), PROBLEMS)
 

@@ -55,7 +55,7 @@ def create(
 ) -> Report:
     """Define a lakehouse table that follows a table of many databases.
 
-    Nothing is written before its first run. Databases that match later are followed as well.
+    Nothing is written before its first run. Databases that match later are included.
     """
     if not databases or not table or not to:
         hint = "quire mirror create NAME --databases 'tenant-*' --table orders --to delta:URL"

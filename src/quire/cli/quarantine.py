@@ -58,7 +58,7 @@ def ls(cli: Cli) -> Listing:
 def restore(cli: Cli, number: Number) -> Note:
     """Move a file back to its original path.
 
-    The file is not used until `quire stream repair` or `quire kv repair` of its database.
+    The file is not used until `quire stream repair` or `quire kv repair` is run on its database.
     """
     with _owned(cli, [number]) as root:
         entry = put_back(OsDisk(), root, number)

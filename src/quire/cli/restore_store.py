@@ -44,7 +44,7 @@ def restore_store(
     """Restore a whole store from its bucket or a backup.
 
     DIR can be read at once, as of the restored moment; large files stay in the bucket and are read on demand. Without
-    --takeover nothing is claimed: a running owner continues, and DIR can be written after `quire takeover`. Credentials come
+    --takeover, a running owner stays the owner, and DIR is read-only until `quire takeover`. Credentials come
     from the environment (AWS_*, GOOGLE_*, AZURE_*).
     """
     at_ms = moment_given(at)

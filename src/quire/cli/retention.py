@@ -104,7 +104,7 @@ def set_(
         ),
     ] = None,
 ) -> Facts:
-    """Change retention rules of a database; rules that are not named stay.
+    """Change retention rules of a database; rules that are not given stay unchanged.
 
     A value of 0 removes a rule. A snapshot is kept if any rule keeps it; without rules all are kept. This command drops
     nothing: the owner of the store applies the rules about once a minute.

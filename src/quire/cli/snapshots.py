@@ -281,7 +281,7 @@ def diff(
 ) -> Report:
     """Show what differs between two versions.
 
-    Compares slots, chunks, pages, and the WAL that only one of them pins. No page is read: versions share what is equal. For a
+    Compares slots, chunks, pages, and the WAL that only one of them pins. No page is read: versions share equal pages. For a
     database that is being written, `now` is the last sealed WAL segment, at most a minute old.
 
     With --rows, the tables whose pages differ are read, and the rows that were inserted (+), deleted (-) and updated (~) shown.

@@ -103,7 +103,7 @@ def promote(
     _cli: Cli,
     directory: Directory,
     discard: Annotated[
-        bool, Option("--discard", help="Give up what another owner wrote, or what the standby cannot apply.")
+        bool, Option("--discard", help="Discard what another owner wrote, or what the standby cannot apply.")
     ] = False,
     yes: Yes = False,
 ) -> Note:
@@ -175,12 +175,12 @@ def _created_at(entry: registered.CloneRegistration) -> str:
 
 @command("release", clones, example="quire clones release --store ./copy")
 def release(cli: Cli) -> Note:
-    """Allow the parents of this clone to delete what they kept for it.
+    """Allow the parents of this clone to delete the objects they kept for it.
 
     Refused while the clone still reads objects of its parents.
     """
     released = cloning.release_clone(cli.path)
-    text = f"{', '.join(released.parents)} keeps nothing for {released.store_id} any more"
+    text = f"{', '.join(released.parents)} no longer keeps objects for {released.store_id}"
     return Note(text=text, data=released)
 
 
@@ -190,7 +190,7 @@ def forget(
     clone_id: Annotated[str, Argument(metavar="ID", help="The clone, as `quire clones ls` shows it.")],
     yes: Yes = False,
 ) -> Note:
-    """Stop keeping objects for a clone, in its parent. A clone that still exists loses what it reads."""
+    """Stop keeping objects for a clone, in its parent. A clone that still exists loses objects that it reads."""
     if not yes:
         confirm(f"stop keeping objects for {clone_id}?", "nothing was changed", {"forgotten": None})
     root = os.path.abspath(cli.path)

@@ -271,9 +271,7 @@ def _purge(store: Store | Client, name: str, yes: bool) -> Note:
             {"dropped": None},
         )
     gone = store.purge(name)
-    text = (
-        f"{gone.name} (id {gone.db_id}) cannot be brought back any more; its space is freed when nothing refers to it"
-    )
+    text = f"{gone.name} (id {gone.db_id}) can no longer be brought back; its space is freed when nothing refers to it"
     return Note(text=text, data={"dropped": gone, "until_ms": None})
 
 

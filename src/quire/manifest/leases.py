@@ -179,7 +179,7 @@ class VersionLeases:
     ) -> int:
         """Lease these versions, in a new lease or as part of an existing one; return its id. Durable on return."""
         if not 0 < seconds <= LEASE_SECONDS_MAX:
-            raise InvalidInput("a version can be lent for at most seven days", seconds=seconds)
+            raise InvalidInput("a version can be held for at most seven days", seconds=seconds)
         self.expire()
         parts = {part.db_id: part for part in lent}
         if lease_id:
@@ -393,7 +393,7 @@ def _label(part: LentVersion) -> dict[str, str]:
 
 def _ended(lease_id: int) -> LeaseExpired:
     hint = "request the version again; create a snapshot to keep one for longer"
-    return LeaseExpired("the lent version is no longer kept", hint=hint, lease_id=lease_id)
+    return LeaseExpired("the leased version is no longer kept", hint=hint, lease_id=lease_id)
 
 
 def _mark(row: ReaderRecord) -> tuple[int, int]:

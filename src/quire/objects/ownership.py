@@ -530,7 +530,7 @@ def superseded_owner(
     """Return the error for a directory that is not the newest owner of its bucket."""
     if successor == no_successor(epoch):
         what = f"{successor_text} and has no owner: it can only be read"
-        hint = f"{READ_ONLY_COMMANDS}; `quire takeover` makes it the owner, or says what the archive has beyond it"
+        hint = f"{READ_ONLY_COMMANDS}; `quire takeover` makes it the owner, or shows which changes only the archive has"
         return StoreFenced(what, hint=hint, path=root, epoch=epoch)
     session = recorded.session if recorded is not None else 0
     which = "this directory is a copy of the store, or the store was copied or restored elsewhere"

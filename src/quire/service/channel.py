@@ -339,13 +339,15 @@ def _explained(error: Exception, uri: str) -> QuireError:
         return error_of(form)
     if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
         return AccessDenied("the owner refused the token", hint="connect with token_file=…", uri=uri)
-    return Incompatible(f"the server does not respond like an owner: {_line(error)}", hint="check the address", uri=uri)
+    return Incompatible(
+        f"the server is not the owner of a quire store: {_line(error)}", hint="check the address", uri=uri
+    )
 
 
 def _gave_up(name: str, failure: Exception, uri: str, seconds: float) -> QuireError:
     if isinstance(failure, flight.FlightTimedOutError | CallTimedOut):
         return TimedOut(
-            "the owner did not answer in time",
+            "the owner did not respond in time",
             hint="the call may still take effect",
             call=name,
             seconds=seconds,

@@ -296,7 +296,9 @@ def _schema(options: Mapping[str, str], table: str) -> StructType:
     schema = SqliteSource({**options, "table": table}).schema()
     if not all(schema.names):
         raise InvalidInput(
-            "a column has no name", hint="register a view without it: Spark's SQL has no such name", table=table
+            "a column has no name",
+            hint="register a view that omits it: Spark SQL does not allow this name",
+            table=table,
         )
     return schema
 

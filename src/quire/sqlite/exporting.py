@@ -174,5 +174,8 @@ def _integrity(temporary: str, path: str) -> None:
         connection.close()
     if findings != ["ok"]:
         raise Corruption(
-            "SQLite finds the exported database damaged", hint="export an earlier version", path=path, found=findings
+            "SQLite reports that the exported database is damaged",
+            hint="export an earlier version",
+            path=path,
+            found=findings,
         )

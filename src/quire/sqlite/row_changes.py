@@ -124,7 +124,7 @@ class ComparedVersion:
         if not table.root or not (table.rowid or table.key):
             raise InvalidInput(
                 "its rows cannot be matched: they have no rowid that can be read",
-                hint="views and virtual tables have no row changes, nor has a table whose columns take all names of the rowid "
+                hint="views and virtual tables have no row changes, nor does a table whose columns use all names of the rowid "
                 "(rowid, _rowid_, oid)",
                 table=name,
                 database=self.database,

@@ -653,7 +653,7 @@ def check_promote_after(seconds: float | None) -> None:
     """Raise `InvalidInput` for a time of silence that an owner without changes may reach."""
     if seconds is not None and seconds <= 2 * HEARTBEAT_SECONDS:
         what = f"--promote-after must be more than {2 * HEARTBEAT_SECONDS:g} seconds"
-        raise InvalidInput(what, hint=f"the owner is heard from every {HEARTBEAT_SECONDS:g} seconds")
+        raise InvalidInput(what, hint=f"the owner sends a heartbeat every {HEARTBEAT_SECONDS:g} seconds")
 
 
 def recorded_options(disk: Disk, root: str) -> StoreOptions | None:

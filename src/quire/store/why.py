@@ -267,7 +267,7 @@ def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, reader_lookup: ReaderL
         release = f"{after}the next `quire gc`, or maintenance"
         holders.append(Holder("time", "grace", "nothing refers to it any more", release))
     elif counts is not None and not holders:
-        what = f"{counts.in_use + counts.pending_upload} references are counted that no row holds"
+        what = f"its reference count is {counts.in_use + counts.pending_upload} too high: no row holds it"
         holders.append(Holder("database", name_of(txn, key.origin_db_id), what, "quire manifest check --repair"))
     return Explanation(
         names.object_key(key),

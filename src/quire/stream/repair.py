@@ -301,7 +301,7 @@ class Repair:
             first, end = first or facts.base_offset, max(end, last)
         survey.segments, survey.records = len(survey.facts), (first, end)
         if appended := {segment_id for _, segment_id in catch_up(known, survey.facts)}:
-            survey.steps.append(f"add to the log what it does not know about segments {_numbers(sorted(appended))}")
+            survey.steps.append(f"add missing records of segments {_numbers(sorted(appended))} to the log")
 
     def _strays(self, survey: StreamSurvey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
         """Return (facts, end record) of each segment that only the bucket has. `bases`: first records according to LMDB."""

@@ -7,7 +7,7 @@ export const hasToken = () => token !== "";
 
 export class Failure extends Error {
   constructor(status, told) {
-    super(told.message || `the store answered ${status}`);
+    super(told.message || `the server returned status ${status}`);
     this.status = status;
     this.hint = told.hint || "";
   }
