@@ -31,7 +31,7 @@ from quire.cli.archive_state import (
 )
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, drill_text, moment, size
+from quire.cli.formatting import count_of, drill_text, size
 from quire.cli.lookup import (
     AllowHttp,
     Endpoint,
@@ -44,7 +44,7 @@ from quire.cli.lookup import (
 )
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm, on_terminal
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput
 from quire.core.json_values import plain
 from quire.durable import names

@@ -15,8 +15,8 @@ from quire.archive.standbys import Registration
 from quire.archive.standbys import registrations as standby_registrations
 from quire.archive.state_files import read_origin, read_standby_state
 from quire.archive.window import RestorableRange, restorable_range
-from quire.cli.formatting import ago_text, cost_text, count_of, moment, size, span
-from quire.core.clock import SystemClock
+from quire.cli.formatting import ago_text, cost_text, count_of, size, span
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import QuireError
 from quire.durable.files import OsDisk
 from quire.manifest import tables as t

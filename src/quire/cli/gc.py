@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, size, span
+from quire.cli.formatting import count_of, size, span
 from quire.cli.job_progress import JobSession
 from quire.cli.jobs import failed_jobs, job_json, state_text
 from quire.cli.lookup import Yes, names_of
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
+from quire.core.clock import moment
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain

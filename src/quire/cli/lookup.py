@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import msgspec
 
 from quire.cli.declarations import Argument, Option
-from quire.cli.formatting import article, moment
-from quire.core.clock import SystemClock
+from quire.cli.formatting import article
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
 from quire.core.ids import U32_MAX, Epoch
 from quire.core.logs import configure

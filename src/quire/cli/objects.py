@@ -9,10 +9,11 @@ import os
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import count_of, moment
+from quire.cli.formatting import count_of
 from quire.cli.lookup import Yes
 from quire.cli.output import Listing, ListingRow, Note
 from quire.cli.prompts import confirm
+from quire.core.clock import moment
 from quire.store.namespaces import namespaces
 
 if TYPE_CHECKING:

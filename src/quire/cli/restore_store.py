@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import count_of, databases_text, moment, size
+from quire.cli.formatting import count_of, databases_text, size
 from quire.cli.lookup import AllowHttp, Endpoint, Moment, OwnerEpoch, Region, StoreId, moment_given, options_given
 from quire.cli.output import Facts, Note, Report
 from quire.cli.prompts import on_terminal
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.json_values import plain
 from quire.store import restoring
 from quire.store.info import StoreReader

@@ -23,12 +23,13 @@ from msgspec.structs import replace
 
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import bar, failure_of
 from quire.cli.lookup import Database, Yes, title_of
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import agreed, confirm
 from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
+from quire.core.clock import moment
 from quire.core.errors import InvalidInput, JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
 from quire.core.json_values import plain
 from quire.core.time_parsing import duration, parse_duration

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import chain_text, count_of, moment, size, span, tags_text
+from quire.cli.formatting import chain_text, count_of, size, span, tags_text
 from quire.cli.lookup import (
     At,
     Database,
@@ -30,6 +30,7 @@ from quire.cli.lookup import (
 )
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
+from quire.core.clock import moment
 from quire.core.errors import UnknownSnapshot
 from quire.core.json_values import plain
 from quire.manifest import tables as t

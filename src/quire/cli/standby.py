@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 from quire.archive import clones as registered
 from quire.archive.standbys import Promoted, StandbyStatus
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import moment
 from quire.cli.lookup import (
     AllowHttp,
     Endpoint,
@@ -30,6 +29,7 @@ from quire.cli.lookup import (
 from quire.cli.output import Listing, ListingRow, Note, until_interrupted
 from quire.cli.prompts import confirm
 from quire.cli.restore_store import abandoned_text
+from quire.core.clock import moment
 from quire.core.errors import ObjectNotFound
 from quire.core.json_values import plain
 from quire.store import cloning

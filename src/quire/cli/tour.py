@@ -27,7 +27,7 @@ from quire.cli import tour_steps as steps
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.feed import summary
-from quire.cli.formatting import count_of, kind_text, moment, size, visible
+from quire.cli.formatting import count_of, kind_text, size, visible
 from quire.cli.job_progress import bar
 from quire.cli.output import (
     CliResult,
@@ -42,7 +42,7 @@ from quire.cli.output import (
     write_out,
 )
 from quire.cli.tour_steps import FORK, SHOP
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import NameTaken, QuireError, UnknownArtifact
 from quire.core.ids import ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF

@@ -31,12 +31,11 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 
 import msgspec
 from msgspec.structs import replace
 
-from quire.core.clock import Clock
+from quire.core.clock import Clock, moment
 from quire.core.decoding import UNDECODABLE
 from quire.core.errors import (
     AlreadyExists,
@@ -563,6 +562,6 @@ def _owner_text(owner: OwnerObject | None) -> str:
     if owner is None or not owner.host:
         return "unknown"
     # Bounded on both sides: a time that cannot be shown must not keep an owner from fencing itself.
-    when = datetime.fromtimestamp(min(max(owner.created_at_ms, 0), 253_402_300_799_000) / 1000, UTC)
+    when = moment(min(max(owner.created_at_ms, 1), 253_402_300_799_000))
     host = "".join(char for char in owner.host[:64] if char.isprintable())
-    return f"process {owner.pid} on {host}, {when:%Y-%m-%d %H:%M:%S} UTC"
+    return f"process {owner.pid} on {host}, {when}"

@@ -144,7 +144,9 @@ def _database(txn: ReadTxn, db_id: int, reader_lookup: ReaderLookup) -> Explanat
         *_jobs_of(txn, db_id),
     ]
     if record.former_name:
-        what = f"dropped {moment(record.dropped_at_ms)}; can be brought back for a day (maintenance.undrop_seconds)"
+        what = (
+            f"dropped {moment(record.dropped_at_ms)}; can be restored for maintenance.undrop_seconds (a day by default)"
+        )
         holders = [
             Holder("time", "undrop", what, f"quire drop {quoted(f'#{db_id}')} --now"),
             *(holder for holder in holders if holder.kind != "snapshot"),  # restored or removed with the database
