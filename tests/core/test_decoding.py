@@ -1,3 +1,5 @@
+"""JSON with a digest is read only if every byte is as it was written."""
+
 from __future__ import annotations
 
 from msgspec import Struct

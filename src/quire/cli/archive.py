@@ -19,13 +19,13 @@ from quire.archive.window import abandoned_epochs
 from quire.cli.archive_state import (
     COPY_STATES,
     InBucket,
-    ask_bucket,
     bucket_lines,
     copy_text,
     cost_lines,
     doubt_about,
     doubtful_text,
     promise_text,
+    read_bucket,
     state_text,
     waiting_lines,
 )
@@ -176,7 +176,7 @@ def status(
     in_bucket = InBucket()
     if not no_objects:
         with cli.reader() as manifest, manifest.read() as txn:
-            in_bucket = ask_bucket(txn, root, settings)
+            in_bucket = read_bucket(txn, root, settings)
     doubt = doubt_about(known, in_bucket)
     data = {
         **plain(known),

@@ -31,7 +31,7 @@ CLOCK = SystemClock()
 
 
 class InBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bucket has of an archive, if it was asked and answered."""
+    """What the bucket has of an archive, if it was read."""
 
     range: RestorableRange | None = None
     clones: tuple[CloneRegistration, ...] = ()
@@ -41,8 +41,8 @@ class InBucket(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-def ask_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
-    """Ask the bucket what it has of a store's archive."""
+def read_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
+    """Read from the bucket what it has of a store's archive."""
     store_id = txn.store_id()
     try:
         with closing(open_place(txn, root, settings)) as bucket:
@@ -57,14 +57,14 @@ def ask_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
 
 
 def doubt_about(status: ArchiveStatus, in_bucket: InBucket) -> str:
-    """Return why the bucket does not confirm a status; empty if it does, or was not asked."""
-    found = in_bucket.range
-    if found is None:
+    """Return why the bucket does not confirm a status; empty if it does, or was not read."""
+    restorable = in_bucket.range
+    if restorable is None:
         return in_bucket.error
-    if found.missing:
-        return f"a part of the newest base is missing ({found.missing})"
-    if status.is_safe and found.newest_at_ms < status.last_cut_at_ms:
-        return f"it can be restored only to {moment(found.newest_at_ms)}"
+    if restorable.missing:
+        return f"a part of the newest base is missing ({restorable.missing})"
+    if status.is_safe and restorable.newest_at_ms < status.last_cut_at_ms:
+        return f"it can be restored only to {moment(restorable.newest_at_ms)}"
     return ""
 
 
@@ -126,17 +126,22 @@ def waiting_lines(status: ArchiveStatus) -> list[tuple[str, str]]:
 
 
 def bucket_lines(status: ArchiveStatus, in_bucket: InBucket) -> list[tuple[str, str]]:
-    """Format what the bucket has, or what the owner knows of it if the bucket was not asked."""
-    found = in_bucket.range
-    newest = max(status.restorable_at_ms, found.newest_at_ms if found else 0)
-    lines = [("last upload", ago_text(status.last_cut_at_ms or (found.newest_at_ms if found else 0), CLOCK.now_ms()))]
-    if found is None:
+    """Format what the bucket has, or what the owner knows of it if the bucket was not read."""
+    restorable = in_bucket.range
+    newest = max(status.restorable_at_ms, restorable.newest_at_ms if restorable else 0)
+    lines = [
+        (
+            "last upload",
+            ago_text(status.last_cut_at_ms or (restorable.newest_at_ms if restorable else 0), CLOCK.now_ms()),
+        )
+    ]
+    if restorable is None:
         why = f"; the bucket could not be read: {in_bucket.error}" if in_bucket.error else ""
         return [*lines, ("restorable", f"to {moment(newest)}{why}")]
     lines += [
-        ("restorable", f"from {moment(found.oldest_at_ms)} to {moment(newest)}"),
+        ("restorable", f"from {moment(restorable.oldest_at_ms)} to {moment(newest)}"),
         ("window", f"{span(int(status.retain_seconds * 1000))} (archive.retain_seconds)"),
-        ("in the bucket", f"{count_of(found.objects, 'object')} of the archive, {size(found.size_bytes)}"),
+        ("in the bucket", f"{count_of(restorable.objects, 'object')} of the archive, {size(restorable.size_bytes)}"),
     ]
     if in_bucket.retired:
         kept_for = "moments of the window" + (", and clones" if in_bucket.clones else "")

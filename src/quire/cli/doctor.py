@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from quire.archive.log_reader import find
 from quire.archive.state_files import read_standby_state
-from quire.cli.archive_state import COPY_STATES, ask_bucket, copy_text, doubt_about, state_text
+from quire.cli.archive_state import COPY_STATES, copy_text, doubt_about, read_bucket, state_text
 from quire.cli.declarations import HERE, Option, command
 from quire.cli.errors import OK, PROBLEMS, for_people, next_step
 from quire.cli.formatting import behind_text, count_of, local_moment, size, span
@@ -493,7 +493,7 @@ def _archive(manifest: ManifestStore, root: str, *, with_objects: bool) -> Check
             return CheckResult("archive", "warn", detail, "open the store, or run `quire archive on`")
     if with_objects:
         with manifest.read() as txn:
-            doubt = doubt_about(status, ask_bucket(txn, root, settings))
+            doubt = doubt_about(status, read_bucket(txn, root, settings))
         if doubt:
             return CheckResult("archive", "fail", f"{status.mode}; the bucket does not confirm it: {doubt}", KEEP_DISK)
     return _with_drill(detail, status.last_drill)

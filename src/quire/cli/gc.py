@@ -220,7 +220,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         jobs_due = sum(job is not None and job.not_before_ms <= now for job in pending)
         kept = sorted((row.since_ms, row.name, row.db_id) for _, row in retired_objects(txn))
         names |= txn.database_names({db_id for _, _, db_id in kept})
-    going = _retention(manifest)
+    drops = _retention(manifest)
     table = Listing(
         columns=["artifact", ">size", "unreferenced", "deleted"],
         rows=[ListingRow(_cells(zero, names, now), None) for zero in shown],
@@ -232,7 +232,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         lines=[
             ("would delete now", str(due)),
             ("later", str(Amount(total.artifacts - due.artifacts, total.size_bytes - due.size_bytes))),
-            ("retention", _going(going)),
+            ("retention", _drops_text(drops)),
             ("jobs", f"{jobs_due:,} due"),
             ("kept for the archive", _kept(kept, names, now)),
         ],
@@ -244,7 +244,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         "size_bytes": total.size_bytes,
         "due_artifacts": due.artifacts,
         "due_bytes": due.size_bytes,
-        "would_drop": going,
+        "would_drop": drops,
         "jobs_due": jobs_due,
         "waiting": [{**plain(vars(zero)), "database": names.get(zero.db_id, "")} for zero in shown],
         "retired": len(kept),
@@ -271,17 +271,17 @@ def _retention(manifest: ManifestStore) -> dict[str, int]:
     """Return database → number of snapshots that its policy would drop now, without zeros."""
     with manifest.read() as txn:
         databases = list(txn.owners(t.SNAPSHOT_INDEX))
-    going = {db_id: number for db_id in databases if (number := len(manifest.retention.plan(db_id).dropped))}
+    drops = {db_id: number for db_id in databases if (number := len(manifest.retention.plan(db_id).dropped))}
     with manifest.read() as txn:
-        names = txn.database_names(going)
-    return {names.get(db_id, ""): number for db_id, number in going.items()}
+        names = txn.database_names(drops)
+    return {names.get(db_id, ""): number for db_id, number in drops.items()}
 
 
-def _going(going: dict[str, int]) -> str:
+def _drops_text(drops: dict[str, int]) -> str:
     words = [
-        f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in islice(going.items(), NAMED_MAX)
+        f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in islice(drops.items(), NAMED_MAX)
     ]
-    left = len(going) - len(words)
+    left = len(drops) - len(words)
     return (
         "; ".join([*words, *([f"and some of {count_of(left, 'other database')}"] if left else [])])
         or "would drop nothing"

@@ -81,7 +81,7 @@ def standby(
         promoted = None
         if not promote_after or not follower.is_promoting:
             follower.poll()  # raises before anything is reported as followed
-        _say(cli, follower.status)
+        _announce(cli, follower.status)
         if not once:
             promoted = follower.run(promote_after=promote_after or None, stop=ending)
         status = follower.status
@@ -91,7 +91,7 @@ def standby(
     return Note(text=text, data={"promoted": None, **plain(status)})
 
 
-def _say(cli: Cli, status: StandbyStatus) -> None:
+def _announce(cli: Cli, status: StandbyStatus) -> None:
     """Report that following has begun, and flush: a program that starts this command in the background waits for the line."""
     stream = sys.stderr if cli.as_json else sys.stdout
     stream.write(f"following {status.store_id} (pid {os.getpid()})\n")

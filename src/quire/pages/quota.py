@@ -198,7 +198,7 @@ class StorageQuota:
             rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, store.db_id) if row.state in _WAITING]
         rows.sort(key=lambda item: item[1].first_lsn)
         if rows and leases and leases[0].lsn < rows[0][1].last_lsn:
-            return name + leases[0].who
+            return name + leases[0].description
         if rows:
             return f"{name}segment {rows[0][0]}, {rows[0][1].state.name}: no checkpoint has absorbed it"
         return name + "its open segment: no checkpoint has run"

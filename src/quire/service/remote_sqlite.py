@@ -261,7 +261,7 @@ class _RemoteCursor:
         driver = self._driver
         self._rows, self._is_over, self.changed_by_many = iter(()), True, 0
         source = iter(bindings)
-        while rows := _some(source):
+        while rows := _next_parameters(source):
             begin, closed = driver.take_begin(), driver.take_closed()
             answer = driver.ask(
                 "sql.many",
@@ -309,7 +309,7 @@ class _RemoteCursor:
 
 
 # ── values and errors ─────────────────────────────────────────────────────────────────────────────────────────────────
-def _some(source: Iterator[Any]) -> list[s.Values]:
+def _next_parameters(source: Iterator[Any]) -> list[s.Values]:
     """Return the parameters of the next call of `executemany`."""
     rows: list[s.Values] = []
     size = 0

@@ -427,14 +427,14 @@ class Repair:
             restore_chunk(self._log, self._objects, number)
         log = ManifestLog.open(self._log, clock=self._clock, settings=self._settings, objects=self._objects)
         with log:
-            bring_up(log, self._truth(survey))
+            bring_up(log, self._repaired_index(survey))
             records = log.index.records
         state = StreamState(files, self._clock)
         state.persist_mode("on")
         # Only a repair may lower this number: the log has fewer records than at the last close.
         state.persist_log_records(records)
 
-    def _truth(self, survey: StreamSurvey) -> ManifestIndex:
+    def _repaired_index(self, survey: StreamSurvey) -> ManifestIndex:
         """Return the state to which the log is brought up: its own, and what the survey has found."""
         index, now = copy.deepcopy(survey.known), self._clock.now_ms()
         for value, segment_id in catch_up(survey.known, survey.facts):
