@@ -49,7 +49,6 @@ from quire.archive.state_files import RemoteFile, read_remote_files
 from quire.core.closing import ClosedOnExit
 from quire.core.errors import Corruption
 from quire.core.limits import MIB
-from quire.core.settings import ManifestSettings
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, File, write_atomic, write_new
@@ -82,7 +81,6 @@ class Replay(ClosedOnExit):
         *,
         adapt: Adapt = _unchanged,
         kept: KeptFiles | None = None,
-        settings: ManifestSettings | None = None,
     ) -> None:
         """Prepare a directory. `adapt` is called with the rows of every commit. `kept`: set if readers have the directory open
         (rule 4)."""
@@ -93,7 +91,7 @@ class Replay(ClosedOnExit):
         self._adapt = adapt
         self._kept = kept
         disk.make_dirs(self._files)
-        self._rows = RowImage(os.path.join(self._root, names.MANIFEST), settings)
+        self._rows = RowImage(os.path.join(self._root, names.MANIFEST))
         self._names: dict[str, int] = {}
         self._paths: dict[int, set[str]] = {}
         """The inverse of `_names`."""
@@ -126,10 +124,9 @@ class Replay(ClosedOnExit):
         *,
         kept: KeptFiles,
         adapt: Adapt = _unchanged,
-        settings: ManifestSettings | None = None,
     ) -> Replay:
         """Continue in a directory that was `settle`d. The names of files are read from the directory itself."""
-        replay = cls(disk, root, adapt=adapt, kept=kept, settings=settings)
+        replay = cls(disk, root, adapt=adapt, kept=kept)
         numbers = {
             os.stat(os.path.join(replay._files, name)).st_ino: int(name, 16)
             for name in disk.names(replay._files)

@@ -162,7 +162,7 @@ class SqliteDatabases:
         return roll_back(self._manifest, self._engine, name, to)
 
     def _connect_newest(self, name: str, create: bool, page_size: int, timeout: float) -> Connection:
-        database = self._database(self._find_or_register(name) if create else self._find(name))
+        database = self._database(self._find(name, create=create))
         if page_size or database.page_size():
             database.open(page_size)
         connection = self._open(name, {}, timeout)
@@ -205,16 +205,10 @@ class SqliteDatabases:
                 raise
         return connection
 
-    def _find(self, name: str) -> int:
+    def _find(self, name: str, *, create: bool = False) -> int:
+        db = self._manifest.find_or_register(name, DbKind.PAGES) if create else name
         with self._manifest.read() as txn:
-            return find_database(txn, name)[0]
-
-    def _find_or_register(self, name: str) -> int:
-        """Return the database of this name, registering it if it does not exist."""
-        try:
-            return self._find(name)
-        except UnknownDatabase:
-            return self._manifest.register_db(name, DbKind.PAGES)
+            return find_database(txn, db)[0]
 
     def _database(self, db_id: int) -> SharedDatabase:
         with self._lock:
@@ -233,7 +227,7 @@ class SqliteDatabases:
         if self._read_only:
             return self._register_file(self._published(self._find(name))), True
         create = create and not getattr(self._opened, "main", False)
-        database = self._database(self._find_or_register(name) if create else self._find(name))
+        database = self._database(self._find(name, create=create))
         file = LiveFile(database, self._vfs, self._shim)
         self._opened.file = weakref.ref(file)
         return self._register_file(file), False

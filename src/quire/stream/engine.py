@@ -147,8 +147,8 @@ class StreamEngine:
         reading, the stream can only be read."""
         with self._lock:
             self._require()
-            if create and isinstance(db, str) and not self._is_known(db):
-                db = self._manifest.register_db(db, DbKind.STREAM)
+            if create and isinstance(db, str):
+                db = self._manifest.find_or_register(db, DbKind.STREAM)
             with self._manifest.read() as txn:
                 stream_id, _ = txn.live(db, DbKind.STREAM)
             if (stream := self._usable(stream_id)) is not None:
@@ -261,10 +261,6 @@ class StreamEngine:
                     stream.close()
                 return
         yield open_stream, True
-
-    def _is_known(self, name: str) -> bool:
-        with self._manifest.read() as txn:
-            return bool(name) and txn.get(t.DB_NAMES, name) is not None
 
     def streams(self) -> list[Stream]:
         """Return the open streams."""
