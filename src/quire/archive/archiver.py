@@ -596,7 +596,7 @@ class Archiver:
             self._begin_base()
 
     def _begin_base(self) -> None:
-        """Begin a base in a thread of its own. REQUIRES `_cutting`, and that the end of the log is known."""
+        """Begin a base in a separate thread. REQUIRES `_cutting`, and that the end of the log is known."""
         assert self._next is not None
         self._base_began, self._base_at_ms = time.monotonic(), self._clock.now_ms()
         self._is_base_unnamed, self._has_base_failed = True, False

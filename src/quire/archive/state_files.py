@@ -178,7 +178,7 @@ class StandbyState(msgspec.Struct, frozen=True, kw_only=True):
     owner_epoch: int = 0
     """During a promotion, the epoch that is claimed."""
     swaps: int = 0
-    """Number of rebuilds whose files were swapped in, including one in progress: tells readers that files were replaced."""
+    """Number of rebuilds whose files were swapped in, including one in progress: it shows readers that files were replaced."""
 
 
 def read_standby_state(disk: Disk, root: str) -> StandbyState | None:

@@ -344,7 +344,7 @@ def audit(
 
 
 def _is_own_bucket(cli: Cli, url: str) -> bool:
-    """Return whether a URL is that of the bucket of the store at hand, whose quire.toml then says how it is reached."""
+    """Return whether a URL is that of the bucket of this store, whose quire.toml then has its endpoint and options."""
     root = os.path.abspath(cli.path)
     if directory_state(OsDisk(), root) is not DirectoryState.STORE:
         return False

@@ -1,4 +1,4 @@
-"""The state of an archive for people: what the directory or the owner says, and whether the bucket confirms it.
+"""The state of an archive, for display: as recorded by the directory or the owner, and whether the bucket confirms it.
 
 Raises nothing that the bucket raises: an unreachable bucket is part of the state.
 """
@@ -126,7 +126,7 @@ def waiting_lines(status: ArchiveStatus) -> list[tuple[str, str]]:
 
 
 def bucket_lines(status: ArchiveStatus, in_bucket: InBucket) -> list[tuple[str, str]]:
-    """Format what the bucket has, or what the owner knows of it if the bucket was not read."""
+    """Format what the bucket has, or what the owner reports if the bucket was not read."""
     restorable = in_bucket.range
     newest = max(status.restorable_at_ms, restorable.newest_at_ms if restorable else 0)
     lines = [

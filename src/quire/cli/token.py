@@ -1,4 +1,4 @@
-"""The command `token create`: creates a signed token for some databases of a store, for a limited time if wanted."""
+"""The command `token create`: creates a signed token for some databases of a store, optionally for a limited time."""
 
 from __future__ import annotations
 

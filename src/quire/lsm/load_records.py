@@ -73,7 +73,7 @@ def resolve_load_records(disk: Disk, home: LsmHome, live: Collection[int]) -> No
                 disk.remove(f"{home.path}/loads/{name}")
             continue
         record = read_load_record(disk, home, number)
-        assert record is not None, "nobody else is here"
+        assert record is not None, "no other thread removes records"
         if not record.done:
             if not set(record.ids) <= set(live):
                 remove_load_record(disk, home, number)

@@ -433,7 +433,7 @@ class Ownership:
             claimed = self._claimed(newest)
             epoch = claimed.epoch if claimed is not None else max(highest, self._epoch) + 1
             # The bucket first: an epoch that only this directory's manifest has would depose, when the directory is opened
-            # again, an owner that nobody could warn.
+            # again, an owner that could not be warned.
             if not claim_epoch(self._place(), self._disk, self._root, self._store_id, epoch, self._clock.now_ms()):
                 what = f"another directory has claimed owner epoch {epoch} at the same moment"
                 raise StoreFenced(what, hint=TAKE_OVER, path=self._root, epoch=self._epoch)

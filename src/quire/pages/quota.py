@@ -5,7 +5,7 @@ Terms
         the zeros of an open one; segments that a fork has inherited count for their origin
   room  the bytes that a database may append before it must ask again: what its own budget and the store's leave
 
-A database gets room when its rows are read, and asks again when it has used it up: until then, a check costs one comparison.
+A database gets room when its rows are read, and requests more when it has used it up: until then, a check costs one comparison.
 Its own budget is exceeded by at most one transaction. The store's is shared by all databases that get room between two ticks;
 each tick assigns it again.
 

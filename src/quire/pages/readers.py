@@ -36,7 +36,7 @@ from quire.core.reader_info import ReaderInfo, reader_text
 
 LEASE_SECONDS = 30.0
 HEARTBEAT_SECONDS = 5.0
-"""M10: how long a lease lives without a heartbeat, and the interval of heartbeats."""
+"""M10: how long a lease is valid without a heartbeat, and the interval of heartbeats."""
 
 HOLD_TAG = "hold"
 """The tag of leases that keep a version for a commit, not for reading: they are never set aside."""

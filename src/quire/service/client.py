@@ -147,7 +147,7 @@ class Client(ClosedOnExit):
 
     def close(self) -> None:
         """Send queued appends and batches, and disconnect. Idempotent. Raises the error of an append that failed and whose
-        result nobody has asked for."""
+        result no caller has requested."""
         with ExitStack() as closing:  # all of it, even if an append has failed
             closing.callback(self._channel.close)
             closing.callback(self._pipeline.close)

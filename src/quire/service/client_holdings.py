@@ -69,7 +69,7 @@ class Holding:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_closed: bool = False
     has_left: Callable[[], bool] | None = None
-    """Returns whether the caller of the call that uses it has left; `None` if nobody waits to know."""
+    """Returns whether the caller of the call that uses it has left; `None` if no caller can leave."""
 
     def interrupt(self) -> None:
         """Interrupt the call that uses the resource, if its kind can be."""

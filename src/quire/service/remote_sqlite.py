@@ -222,7 +222,7 @@ class RemoteDriver:
         return self._channel.call(action, request(), timeout=STATEMENT_SECONDS, attempt_seconds=STATEMENT_SECONDS)
 
     def _abandon(self, may_commit: bool) -> None:
-        """Abandon the connection. The state is kept: it says whether a transaction was open (rule 3)."""
+        """Abandon the connection. The state is kept: it shows whether a transaction was open (rule 3)."""
         if self.connection != _ABANDONED:
             self._renewing.forget(self.connection)
             self.connection, self._may_have_committed = _ABANDONED, may_commit

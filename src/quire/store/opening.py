@@ -110,8 +110,8 @@ def open_owner(
 
 
 def _check_object_access(store: Store, *, takeover: bool, discard: bool, moved: bool) -> None:
-    """Check that the objects are where quire.toml says and that this directory may write them, without a request to a bucket
-    unless `takeover` or `moved` is set."""
+    """Check that the objects are at the location in quire.toml and that this directory may write them, without a request to a
+    bucket unless `takeover` or `moved` is set."""
     if moved:
         store.moved_objects = object_access.accept_moved(store.context, store.path, store.settings)
     else:

@@ -657,7 +657,7 @@ def check_promote_after(seconds: float | None) -> None:
 
 
 def recorded_options(disk: Disk, root: str) -> StoreOptions | None:
-    """Return how the quire.toml of a standby's directory says that the bucket is reached; `None` before it has one."""
+    """Return the options for the bucket from the quire.toml of a standby's directory; `None` before it has one."""
     if not disk.exists(os.path.join(root, names.CONFIG)):
         return None
     return options_of(layout.read_config(disk, root, None).objects, "objects")

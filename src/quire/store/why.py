@@ -1,7 +1,7 @@
 """Explains why something still exists: what holds a database, segment, chunk or object, and what would release it.
 
 Terms
-  subject   what the user asks about: a database's name, DB@SNAPSHOT, DB:PAGE, a file's path in the store, or an object's key,
+  subject   what the user names: a database's name, DB@SNAPSHOT, DB:PAGE, a file's path in the store, or an object's key,
             with or without `objects/` before it. `why_pages.py` explains pages, `why_files.py` what is no artifact
   holder    what keeps the subject: a database that uses it, a snapshot, a fork, a reader, a job, a running plan, or time
 

@@ -43,7 +43,7 @@ class PageVersion(NamedTuple):
 
 
 class PageView(NamedTuple):
-    """What somebody reads of the page's slot."""
+    """What a reader or fork reads of the page's slot."""
 
     chain: Chain
     pins: list[Pin]

@@ -40,7 +40,7 @@ STREAMS_MAX = 128
 CURSORS_MAX = 128
 REQUESTS_MAX = 64
 FETCH_BYTES = 1 << 20
-"""A fetch ends with the entry that exceeds this, even if the client asked for more."""
+"""A fetch ends with the entry that exceeds this, even if the client requested more."""
 PROTOCOLS = ("hrana3", "hrana2", "hrana1")
 """In order of preference; `hrana1` if the client offers none."""
 

@@ -315,7 +315,7 @@ class RowsSource(QuireSource):
 
 
 def _refuse_end(options: Options) -> None:
-    """Refuse the option `to` of a streaming query. Spark asks for the schema first, which is that of the version `to`."""
+    """Refuse the option `to` of a streaming query. Spark requests the schema first, which is that of the version `to`."""
     options.refuse(("to",), "batch queries", "a streaming query goes on to the newest version")
 
 
