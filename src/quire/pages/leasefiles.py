@@ -346,7 +346,6 @@ class LeaseFiles:
 
     def __init__(self, root: str, disk: Disk, clock: Clock) -> None:
         # constant after construction
-        self._root = root
         self._folder = os.path.join(root, READERS)
         self._disk = disk
         self._clock = clock
