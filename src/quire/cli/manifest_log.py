@@ -175,8 +175,8 @@ def mirror(
     text = f"{name}: {count_of(fetched, 'segment')} fetched, {removed} removed, {len(follower.index)} in the log"
     if polled.waiting_for is not None:
         text += f"; waiting for chunk {polled.waiting_for} of the log, which the bucket lacks"
-    data = {"fetched": fetched, "removed": removed, "segments": len(follower.index), "next_chunk": follower.next_chunk}
-    data["waiting_for"] = polled.waiting_for
+    figures = {"segments": len(follower.index), "next_chunk": follower.next_chunk, "waiting_for": polled.waiting_for}
+    data = {"fetched": fetched, "removed": removed, **figures}
     return Note(text=text, data=data)
 
 
