@@ -102,7 +102,7 @@ def on(
     place = objects_url(root, settings)
     data = {"mode": mode, "object_store": place, "restart_owner": False, "archived": False}
     if is_held(os.path.join(root, names.LOCK)):
-        text = f"archive.mode is {mode} now; {_owner_text(root)} must be restarted: it archives to {place} from then on"
+        text = f"archive.mode is now {mode}; {_owner_text(root)} must be restarted: it archives to {place} from then on"
         return Note(text=text, data=data | {"restart_owner": True})
     if is_emptied:
         take_archive_state(OsDisk(), root)  # a new bucket has none of what the old one had, so a base must be written
@@ -110,7 +110,7 @@ def on(
         assert store.archive is not None
         store.archive.wait(FIRST_BASE_SECONDS)
         status = store.archive.status()
-    text = f"archive.mode is {mode} now; the whole store is in {place}: {_uploaded_text(status)}"
+    text = f"archive.mode is now {mode}; the whole store is in {place}: {_uploaded_text(status)}"
     return Note(text=text, data=data | {"archived": True, "objects": status.puts, "bytes": status.put_bytes})
 
 
@@ -125,7 +125,7 @@ def off(cli: Cli) -> Note:
     was = cli.settings().archive.mode
     change_config(OsDisk(), root, {("archive", "mode"): "off"})
     restart = was != "off" and is_held(os.path.join(root, names.LOCK))
-    text = "archive.mode is off now" + (f"; {_owner_text(root)} archives until it is restarted" if restart else "")
+    text = "archive.mode is now off" + (f"; {_owner_text(root)} archives until it is restarted" if restart else "")
     return Note(text=text, data={"mode": "off", "was": was, "restart_owner": restart})
 
 

@@ -329,11 +329,9 @@ def _verification(manifest: ManifestStore) -> CheckResult:
     bad = [f"{name} is {state.lower()}" for name, state in artifacts] + (last.problems if last else [])
     if bad:
         more = f", and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        return CheckResult(
-            "verification", "fail", f"damage on record: {bad[0]}{more}", "run `quire verify` to check again"
-        )
+        return CheckResult("verification", "fail", f"known damage: {bad[0]}{more}", "run `quire verify` to check again")
     if last is None:
-        return CheckResult("verification", "ok", "no damage on record; the store has not been fully verified yet")
+        return CheckResult("verification", "ok", "no known damage; the store has not been fully verified yet")
     return CheckResult("verification", "ok", f"no damage found {span(CLOCK.now_ms() - last.ended_at_ms)} ago")
 
 
@@ -371,7 +369,7 @@ def _mirrors(manifest: ManifestStore) -> CheckResult:
 def _readers(manifest: ManifestStore) -> CheckResult:
     figures = manifest.env.info()
     used, slots = figures["num_readers"], figures["max_readers"]
-    detail = f"{used:,} of {slots:,} reader slots of the manifest were in use at once"
+    detail = f"at most {used:,} of {slots:,} reader slots of the manifest were in use"
     if used > slots * READERS_FILL_MAX:
         return CheckResult("readers", "warn", detail, "close readers, or raise manifest.readers_max in quire.toml")
     return CheckResult("readers", "ok", detail)
@@ -517,7 +515,7 @@ def _with_drill(detail: str, drill: DrillRecord | None) -> CheckResult:
         return CheckResult("archive", "fail", f"{detail}; the last drill failed: {drill.problems[0]}", KEEP_DISK)
     if drill is None or CLOCK.now_ms() - drill.at_ms > DRILL_DAYS_MAX * 86_400_000:
         last = "no drill yet" if drill is None else f"the last drill was {span(CLOCK.now_ms() - drill.at_ms)} ago"
-        return CheckResult("archive", "ok", f"{detail}; {last}", "`quire archive drill` tries a restore")
+        return CheckResult("archive", "ok", f"{detail}; {last}", "`quire archive drill` performs a trial restore")
     return CheckResult("archive", "ok", f"{detail}; last drill passed {span(CLOCK.now_ms() - drill.at_ms)} ago")
 
 

@@ -113,10 +113,10 @@ def gc(
     ] = False,
     limit: Annotated[int, Option(min=0, metavar="N", help="With --dry-run: artifacts to list; 0 for all.")] = 20,
     keep: Annotated[
-        str, Option("--keep", metavar="OBJECT", help="Run nothing; keep this chunk or delta (see --until).")
+        str, Option("--keep", metavar="OBJECT", help="Run no round; keep this chunk or delta (see --until).")
     ] = "",
     until: Annotated[
-        str, Option("--until", metavar="FOR", help="With --keep: for how long, as 7d; 0 to keep it no longer.")
+        str, Option("--until", metavar="FOR", help="With --keep: how long to keep it, such as 7d; 0 ends it.")
     ] = "",
     yes: Yes = False,
 ) -> CliResult | Report | Note:

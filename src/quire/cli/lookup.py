@@ -90,11 +90,11 @@ OwnerEpoch = Annotated[
         "--epoch",
         metavar="N",
         min=0,
-        help="An owner epoch, also one that was abandoned.",
+        help="An owner epoch, which may be an abandoned one.",
         show_default="the newest owner's",
     ),
 ]
-StoreId = Annotated[str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")]
+StoreId = Annotated[str, Option("--store-id", metavar="ID", help="The store's id, if several stores share the bucket.")]
 Runner = Annotated[
     str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
 ]

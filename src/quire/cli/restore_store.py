@@ -126,7 +126,7 @@ def _next_step(restored: Restored, *, takeover: bool, past: bool) -> str:
         return f"`quire verify --store {shlex.quote(restored.path)}` reads every byte; the store is writable"
     where = "" if restored.path == os.getcwd() else f" --store {shlex.quote(restored.path)}"
     if takeover:
-        return f"`quire serve{where}`, or open it: it is the owner now"
+        return f"`quire serve{where}`, or open it: it is now the owner"
     discard = " --discard" if past else ""
     return f"`quire ls{where}` reads it; `quire takeover{discard}{where}` makes it the owner"
 

@@ -149,7 +149,7 @@ def clear(cli: Cli, database: Database) -> Note:
         before = store.manifest.retention.get(database)
         if before is not None:
             store.manifest.retention.set(database, None)
-    text = f"{database} has no retention policy now" if before else f"{database} had no retention policy"
+    text = f"{database} no longer has a retention policy" if before else f"{database} had no retention policy"
     return Note(text=text, data={"database": database, "cleared": plain(before)})
 
 

@@ -120,7 +120,7 @@ def promote(
 
 def _promoted_note(promoted: Promoted) -> Note:
     text = (
-        f"{promoted.path} is the owner now, in owner epoch {promoted.owner_epoch}, with everything up to object "
+        f"{promoted.path} is now the owner, in owner epoch {promoted.owner_epoch}, with everything up to object "
         f"{promoted.position} of the former owner ({promoted.seconds:.1f} s)"
     )
     if promoted.dropped:
