@@ -140,7 +140,7 @@ class KvEngine:
             try:
                 kv.close()
             except Exception as error:  # the next `open` recovers it, and the other databases are closed
-                emit("error", "lsm.close_failed", db_id=db_id, error=f"{type(error).__name__}: {error}")
+                emit("error", "lsm.close_failed", db_id=db_id, error=error)
         return count
 
     def _open_to_read(self, db_id: int, record: DbRecord) -> Kv:

@@ -228,7 +228,7 @@ class Holdings:
 
 
 def _emit_bug(error: Exception) -> None:
-    emit("error", "service.bug", action="holdings.sweep", error=f"{type(error).__name__}: {error}")
+    emit("error", "service.bug", action="holdings.sweep", error=error)
 
 
 def _ended(kind: str) -> LeaseExpired:

@@ -363,7 +363,7 @@ class StreamEngine:
             except (StoreClosed, StoreUnusable) as error:
                 emit("warning", "stream.tick_stopped", stream=stream.stream_id, error=str(error))
             except Exception as error:  # whatever it is, it must not stop the upkeep of the other streams
-                emit("error", "stream.tick_failed", stream=stream.stream_id, error=f"{type(error).__name__}: {error}")
+                emit("error", "stream.tick_failed", stream=stream.stream_id, error=error)
         return done
 
     def _rests(self, stream: Stream) -> bool:
@@ -387,7 +387,7 @@ class StreamEngine:
                     stream.close()
                     self._closed_extents[stream_id] = StreamExtent.of(stream)  # closing makes its last records durable
                 except Exception as error:  # the next `open` recovers it, and the thread that closes goes on
-                    emit("error", "stream.close_failed", stream=stream_id, error=f"{type(error).__name__}: {error}")
+                    emit("error", "stream.close_failed", stream=stream_id, error=error)
         return count
 
     # ── dropped streams ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -147,7 +147,7 @@ class HranaSocket:
         except QuireError as error:
             reply = p.ResponseError(number, p.WireError(str(error), type(error).__name__))
         except Exception as error:
-            emit("error", "sql.bug", where="socket", error=f"{type(error).__name__}: {error}")
+            emit("error", "sql.bug", where="socket", error=error)
             reply = p.ResponseError(
                 number, p.WireError(f"a bug at the owner: {type(error).__name__}", "INTERNAL_ERROR")
             )

@@ -137,7 +137,7 @@ class Hub:
                 emit("info", "web.hub_failed", error=error.what)
                 self._end_all()
             except Exception as error:
-                emit("error", "web.bug", where="hub", error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where="hub", error=error)
                 self._end_all()
 
     def _end_all(self) -> None:

@@ -183,7 +183,7 @@ class WebServer:
         except BaseException as error:
             self._failure = error
             if self._started.is_set():
-                emit("error", "web.bug", where="server", error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where="server", error=error)
         finally:
             self._started.set()
 
@@ -210,7 +210,7 @@ class WebServer:
             try:
                 await asyncio.wait_for(part.close(), self._settings.stop_seconds + 1)
             except Exception as error:
-                emit("error", "web.bug", where=type(part).__name__, error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where=type(part).__name__, error=error)
 
     def _uvicorn_config(self) -> Config:
         config = Config(
@@ -258,7 +258,7 @@ class WebServer:
             except QuireError as error:
                 emit("info", "web.sample_failed", error=error.what)
             except Exception as error:  # if the loop ended, the history would stand still
-                emit("error", "web.bug", where="history", error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where="history", error=error)
             stopping.wait(self._settings.http_sample_seconds)
 
     # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
