@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime
 from itertools import islice
 from typing import Any
 
@@ -364,22 +363,3 @@ def _lost(was_autocommit: bool, what: str, may_commit: bool) -> errors.Operation
     if what == "fetch":
         return errors.OperationalError(f"{gone}: the remaining rows must be queried again")
     return errors.OperationalError(f"{gone} while a statement ran: whether it took effect is unknown")
-
-
-def version_of(at: Any) -> tuple[str, str] | None:
-    """Return a version in the form in which it is sent: a snapshot's name, an lsn or `Epoch`, or a time.
-
-    >>> version_of("monday"), version_of(4711), version_of(None)
-    (('at', 'monday'), ('epoch', '4711'), None)
-    """
-    if at is None:
-        return None
-    if isinstance(at, str):
-        return "at", at
-    if isinstance(at, datetime):
-        return "time", at.isoformat()
-    lsn = getattr(at, "lsn", at)
-    if isinstance(lsn, bool) or not isinstance(lsn, int):
-        hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
-        raise InvalidInput("unknown way to name a version", hint=hint, at=repr(at))
-    return "epoch", str(lsn)
