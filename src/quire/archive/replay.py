@@ -51,7 +51,7 @@ from quire.core.errors import Corruption
 from quire.core.limits import MIB
 from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, write_atomic, write_new
+from quire.durable.files import Disk, File, remove_if_exists, write_atomic, write_new
 from quire.manifest.overlay import TableRows
 from quire.manifest.row_image import RowImage
 
@@ -280,8 +280,7 @@ class Replay(ClosedOnExit):
             file.close()
         for name in list(self._paths.get(number, ())):
             self._unbind(name)
-        with suppress(FileNotFoundError):
-            self._disk.remove(self._content(number))
+        remove_if_exists(self._disk, self._content(number))
         hit("archive.replay.replaced")
         # A new file, not a truncated one: `.kept/` may hold a link to the old one.
         self._disk.open(self._content(number), create=True).close()
@@ -306,8 +305,7 @@ class Replay(ClosedOnExit):
         if self._kept is not None and path not in self.remote and self._disk.exists(target):
             # By rename, so that readers always find one of the two files under this name.
             staged = os.path.join(self._files, STAGED)
-            with suppress(FileNotFoundError):
-                self._disk.remove(staged)
+            remove_if_exists(self._disk, staged)
             self._disk.link(self._content(number), staged)
             self._disk.rename(staged, target)
             self._unname(path)
@@ -324,8 +322,7 @@ class Replay(ClosedOnExit):
             target = os.path.join(self._root, self._checked(path))
             if self._kept is not None:
                 self._kept.keep(path)
-            with suppress(FileNotFoundError):
-                self._disk.remove(target)
+            remove_if_exists(self._disk, target)
             self._folders.add(os.path.dirname(target))
         else:
             self._is_remote_saved = False
@@ -362,8 +359,7 @@ class Replay(ClosedOnExit):
             if (file := self._open.pop(number, None)) is not None:
                 file.close()
             self._dirty.discard(number)
-            with suppress(FileNotFoundError):
-                self._disk.remove(self._content(number))
+            remove_if_exists(self._disk, self._content(number))
             self._swept.add(number)
         self._nameless.clear()
         if self._kept is not None:

@@ -57,7 +57,7 @@ from quire.core.ids import some_u32, u64
 from quire.core.reader_info import ReaderInfo
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, OsDisk
+from quire.durable.files import Disk, File, OsDisk, remove_if_exists
 from quire.durable.names import READERS, TEMPORARY, LeaseFile, parse_path
 from quire.pages.readers import HEARTBEAT_SECONDS, HOST, LEASE_SECONDS
 
@@ -431,8 +431,7 @@ class LeaseFiles:
         return None
 
     def _remove(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            self._disk.remove(path)
+        remove_if_exists(self._disk, path)
 
 
 def _is_free(file: File) -> bool:

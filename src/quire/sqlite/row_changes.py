@@ -40,7 +40,7 @@ from quire.core.errors import InvalidInput, NotFound, OutOfRange
 from quire.sqlite.dbfile import PENDING_BYTE
 from quire.sqlite.index_cells import IndexFormat, key_of, payloads
 from quire.sqlite.row_reads import naming, read_rows
-from quire.sqlite.tables import SqliteTable, find_table, quoted
+from quire.sqlite.tables import SqliteTable, find_table
 from quire.sqlite.trees import (
     EVERYTHING,
     BTree,
@@ -53,6 +53,7 @@ from quire.sqlite.trees import (
     pointer_map_pages,
     walk,
 )
+from quire.sqlite.where_clause import quoted
 
 if TYPE_CHECKING:
     import apsw
