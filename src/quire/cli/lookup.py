@@ -199,10 +199,10 @@ def any_database(txn: ReadTxn, text: str) -> int:
         return number
 
 
-def names_of(manifest: ManifestStore, things: Iterable[AboutDatabase]) -> dict[int, str]:
+def names_of(manifest: ManifestStore, values: Iterable[AboutDatabase]) -> dict[int, str]:
     """Return id → name of the databases that these values refer to; dropped ones are included until their rows are removed."""
     with manifest.read() as txn:
-        return txn.database_names(thing.db_id for thing in things)
+        return txn.database_names(value.db_id for value in values)
 
 
 def title_of(snapshot: SnapshotInfo) -> str:

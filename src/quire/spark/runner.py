@@ -162,8 +162,8 @@ class SparkRunner:
         places = spread(tasks, self.width) if tasks is not None else None
         partitions = max(places.values(), default=0) + 1 if places is not None else self._light_partitions(len(inputs))
         rows = self._split_rows(split, inputs, places, tasks or {})
-        together = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
-        joined = together.sortWithinPartitions("db", "slot", "kind").mapInArrow(
+        grouped = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
+        joined = grouped.sortWithinPartitions("db", "slot", "kind").mapInArrow(
             joiner(self._location, join, needs_task=tasks is not None, threads=_threads(tasks)), _schema(ANSWERS_DDL)
         )
         yield from self._answers(joined, len(tasks or ()), tick, self._described(join, inputs))

@@ -155,13 +155,13 @@ class Repair:
             survey.steps.append(
                 f"continue with a log that has {lost} fewer records than when the stream was last closed"
             )
-        mine = [
+        quarantined = [
             entry for entry in entries(self._files.disk, self._files.root) if entry.database == self._files.stream_id
         ]
-        if mine:
-            numbers = " ".join(str(entry.number) for entry in mine)
+        if quarantined:
+            numbers = " ".join(str(entry.number) for entry in quarantined)
             survey.notes.append(
-                f"{len(mine)} of its files are in quarantine ({numbers}): first restore what you need "
+                f"{len(quarantined)} of its files are in quarantine ({numbers}): first restore what you need "
                 "with `quire quarantine restore`"
             )
         return survey
