@@ -111,7 +111,7 @@ def test_nothing_is_retired_until_the_last_moment_is_known(
         patched.setattr("quire.archive.archiver.end_of_log", without_answer)
         patched.setattr("quire.archive.archiver.END_SECONDS", 0.05)
         store = windowed.open()
-        with pytest.raises(ObjectStoreUnavailable, match="has not answered"):
+        with pytest.raises(ObjectStoreUnavailable, match="has not responded"):
             store.context.collector.delete(store.objects_url, [name])
     with store:
         store.context.collector.delete(store.objects_url, [name])

@@ -51,7 +51,7 @@ def shop(tmp_path: Path, bucket: Path) -> Path:
 def test_on_edits_the_configuration_and_uploads_everything(run: Run, shop: Path, bucket: Path) -> None:
     result = run("archive", "on", at=shop)
     assert result.code == 0, result.err
-    assert "archive.mode is async now; the whole store is in" in result.out
+    assert "archive.mode is now async; the whole store is in" in result.out
     text = (shop / "quire.toml").read_text()
     assert text == TOML.format(bucket=bucket).replace('# mode = "off"  # the mode', 'mode = "async"  # the mode')
     status = run("archive", "status", "--json", at=shop).data

@@ -138,7 +138,7 @@ def test_findings_of_a_verification_outlive_its_job(run: Run, path: Path) -> Non
     """Findings that concern no artifact were forgotten with the job."""
     with quire.open(path) as store:
         store.manifest.submit([RecordVerification(["kv log x: damaged"])]).result()
-    assert "damage on record: kv log x: damaged" in " ".join(run("doctor", "--no-objects").out.split())
+    assert "known damage: kv log x: damaged" in " ".join(run("doctor", "--no-objects").out.split())
     with quire.open(path) as store:
         job = store.heavy.verify(runner="threads")
         store.manifest.submit([ForgetJob(job.job_id)]).result()

@@ -110,7 +110,7 @@ def test_a_failed_job_is_reported(run: Run, path: Path, capfd: pytest.CaptureFix
     text = ended.out
     assert ended.code == 1
     assert "InvalidInput: the job does not support this payload" in text
-    assert "`quire jobs show ID` has more" in text
+    assert "`quire jobs show ID` shows the details" in text
 
 
 def test_a_chunk_can_be_kept_and_released_again(run: Run, shop: Path) -> None:

@@ -108,6 +108,33 @@ def test_the_mode_of_manifest_logs_applies_to_the_whole_store_and_is_persistent(
         assert store.stream("clicks").mode.value == "on"
 
 
+def test_a_mirror_names_the_chunk_of_the_log_that_the_bucket_lacks(run: Run, path: Path, tmp_path: Path) -> None:
+    """Hazard: the command reported success, and never copied anything again."""
+    copy = tmp_path / "copy"
+
+    def upload() -> None:
+        with quire.open(path) as store:
+            clicks = store.stream("clicks")
+            clicks.append([b"one"]).result()
+            clicks.seal()
+            clicks.upload()
+            clicks.ledger.log.rotate()
+            clicks.ledger.log.upload()
+
+    upload()
+    assert run("stream", "mirror", "clicks", str(copy), "--json").data["waiting_for"] is None
+    missing = int(run("stream", "mirror", "clicks", str(copy), "--json").data["next_chunk"])
+    upload()
+    upload()
+    (removed,) = [name for name in (path / "objects").rglob("*.mlog") if int(name.stem, 16) == missing]
+    removed.unlink()
+    for snapshot in (path / "objects").rglob("snapshot_*.bin"):
+        snapshot.unlink()
+    result = run("stream", "mirror", "clicks", str(copy))
+    assert f"; waiting for chunk {missing} of the log, which the bucket lacks" in result.out
+    assert run("stream", "mirror", "clicks", str(copy), "--json").data["waiting_for"] == missing
+
+
 def test_a_stream_is_mirrored_from_its_object_store(run: Run, path: Path, tmp_path: Path) -> None:
     """Only a test could create a follower, and nothing fetched what it scheduled."""
     copy = tmp_path / "copy"

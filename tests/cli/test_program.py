@@ -311,7 +311,7 @@ def test_the_tour_leaves_other_databases_unchanged(run: Run, path: Path) -> None
     before = run("ls", "--json").data
     result = run("tour")
     assert result.code == 4
-    assert "not the tour's" in result.err
+    assert "the tour did not create it" in result.err
     assert run("ls", "--json").data == before
 
 
@@ -319,7 +319,7 @@ def test_the_tour_leaves_a_fork_of_the_same_name_unchanged(run: Run, tmp_path: P
     with quire.open(tmp_path / "own") as store:
         store.create("shop-experiment", "pages")
     result = run("tour", at=tmp_path / "own")
-    assert (result.code, "not the tour's" in result.err) == (4, True)
+    assert (result.code, "the tour did not create it" in result.err) == (4, True)
     assert [row["name"] for row in run("ls", "--json", at=tmp_path / "own").data] == ["shop-experiment"]
 
 

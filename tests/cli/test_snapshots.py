@@ -360,7 +360,7 @@ def test_a_dropped_database_is_listed_undropped_and_freed(run: Run, shop: Path) 
     (dropped,) = run("ls", "--dropped", "--json").data
     assert (dropped["name"], dropped["snapshots"], dropped["size_bytes"] > 0) == ("shop", 1, True)
     assert "quire undrop NAME" in run("ls", "--dropped").out
-    assert "can be brought back for a day" in run("why", "shop").out
+    assert "can be restored for maintenance.undrop_seconds" in run("why", "shop").out
     assert "shop (dropped)" in run("stats").out
     assert run("undrop", "shop").out == "restored shop with 1 snapshot\n"
     assert first_byte(shop, "shop") == b"b"
@@ -369,7 +369,7 @@ def test_a_dropped_database_is_listed_undropped_and_freed(run: Run, shop: Path) 
     assert run("undrop", "shop").code == 4
     assert run("undrop", "shop", "--as", "old").out.startswith("restored old")
     assert run("drop", "old", "--snapshots", "--yes").code == 0
-    assert "cannot be brought back" in run("drop", "old", "--now", "--yes").out
+    assert "can no longer be brought back" in run("drop", "old", "--now", "--yes").out
     assert "no dropped databases" in run("ls", "--dropped").out
     assert "quire ls --dropped" in run("undrop", "old").err
     assert run("drop", "shop", "--now", "--yes").out == "dropped shop\n"

@@ -68,7 +68,7 @@ def test_a_standby_completes_its_own_promotion(run: Run, archived: Path) -> None
     assert (refused.code, "quire promote" in refused.err) == (2, True)
     completed = run("standby", bucket, path, "--promote-after", "15", at=None)
     assert completed.code == 0
-    assert "is the owner now, in owner epoch 2" in completed.out
+    assert "is now the owner, in owner epoch 2" in completed.out
 
 
 def test_an_interval_that_is_too_short_is_refused(run: Run, archived: Path) -> None:

@@ -37,6 +37,15 @@ def test_a_listener_gets_every_event_with_its_fields() -> None:
     assert logs == [{"event": "part.step", "log_level": "debug", "n": 1}]
 
 
+def test_an_exception_is_shown_with_its_type(capfd: pytest.CaptureFixture[str]) -> None:
+    with capture_logs() as logs:
+        emit("error", "part.failed", error=ValueError("no room"))
+    structlog.reset_defaults()
+    emit("error", "part.failed", error=ValueError("no room"))
+    assert logs == [{"event": "part.failed", "log_level": "error", "error": "ValueError: no room"}]
+    assert capfd.readouterr().err == "quire error: part.failed error='ValueError: no room'\n"
+
+
 def test_an_event_without_a_listener_does_not_import_structlog() -> None:
     code = "import sys; from quire.core.events import emit; emit('debug', 'x'); sys.exit('structlog' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

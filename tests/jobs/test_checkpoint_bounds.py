@@ -278,7 +278,7 @@ def test_the_planner_span_has_the_segments_and_the_blocking_readers(
         ((name, attributes),) = spans
         assert name == "CheckpointPlanner.select_mvcc_segments"
         assert (attributes["floor_lsn"], attributes["segments"], attributes["waiting"]) == (first.lsn, [1], 1)
-        assert attributes["blocking_readers"] == [owner.engine.readers(1)[0].who]
+        assert attributes["blocking_readers"] == [owner.engine.readers(1)[0].description]
         owner.clock.advance(2)
         owner.checkpoint(store)
         owner.clock.advance(3)

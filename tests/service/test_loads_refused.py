@@ -25,7 +25,7 @@ def put(client: Client, load: int, **columns: list[object]) -> None:
 @pytest.mark.parametrize("table", ["quire_sinks", "QUIRE_LOADS", "quire_idempotency"])
 def test_rows_are_not_written_to_tables_of_quire(client: Client, store: Store, table: str) -> None:
     put(client, 1, a=[1])
-    with pytest.raises(InvalidInput, match="quire keeps its own records in this table"):
+    with pytest.raises(InvalidInput, match="this table is reserved for quire's own records"):
         client.load_rows(1, "shop", table, ["0-1"], columns=[("a", "INTEGER")], create=True, create_database=True)
     with closing(store.sqlite("shop")) as connection:
         assert connection.execute("SELECT count(*) FROM sqlite_schema").get == 0
@@ -44,6 +44,6 @@ def test_a_missing_column_is_reported_with_those_that_exist(client: Client, stor
 
 def test_keys_of_quires_records_are_not_written(client: Client, store: Store) -> None:
     put(client, 1, key=[QUERY_KEYS + b"another"], value=[b"9"])
-    with pytest.raises(InvalidInput, match="keeps its own records under this key"):
+    with pytest.raises(InvalidInput, match="reserved for the set's own records"):
         client.take_parts(LOAD_PAIRS, LoadPairs(1, "cart", ("0-1",), ("key", "value"), "query", 0, create=True))
     assert list(store.kv("cart").scan()) == []

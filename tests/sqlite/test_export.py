@@ -191,6 +191,6 @@ def test_a_check_by_sqlite_detects_damage(store: Store, tmp_path: Path) -> None:
     with store.pages.open("shop").begin() as txn:
         txn.write_page(2, b"\xff" * 4096)
     export_file(store.pages, "shop", tmp_path / "unchecked #1?.db")
-    with pytest.raises(Corruption, match="SQLite finds the exported database damaged"):
+    with pytest.raises(Corruption, match="SQLite reports that the exported database is damaged"):
         export_file(store.pages, "shop", tmp_path / "checked #1?.db", check=True)
     assert sorted(os.listdir(tmp_path)) == ["shop.db", "store", "unchecked #1?.db"]

@@ -95,7 +95,7 @@ def test_records_that_were_synced_and_never_sealed_are_a_witness(harness: Stream
     harness.stream.abandon()
     before = on_disk(harness)
     lose_all(harness)
-    with pytest.raises(Corruption, match="has records 1 to 5, the log does not know it"):
+    with pytest.raises(Corruption, match="has records 1 to 5, the log has no record of it"):
         harness.open()
     assert on_disk(harness) == before
 

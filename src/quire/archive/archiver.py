@@ -279,8 +279,8 @@ class Archiver:
         # the queue covers what the caller has changed.
         if not self._arrivals.wait(self.queue.end, seconds, self._request_cut):
             raise NotArchived(
-                "committed on this disk but not yet in the bucket, which did not answer in time",
-                hint="`quire archive status` shows the backlog; it is uploaded as soon as the bucket answers",
+                "committed on this disk but not yet in the bucket, which did not respond in time",
+                hint="`quire archive status` shows the backlog; it is uploaded as soon as the bucket responds",
                 error=self.last_error,
             )
 
@@ -291,7 +291,7 @@ class Archiver:
             self._changed.wait_for(lambda: self._next is not None or self._stop, END_SECONDS)
         if self._next is None:
             raise ObjectStoreUnavailable(
-                "the bucket has not answered since the store was opened",
+                "the bucket has not responded since the store was opened",
                 hint="nothing is deleted until it does; `quire archive status` shows its last error",
                 error=self.last_error,
             )
@@ -357,7 +357,7 @@ class Archiver:
         log did not break meanwhile: then it is useless, because it lacks the dropped part."""
         with self._cutting:
             if not self._ensure_end():
-                raise NotArchived("the bucket does not answer", hint="try again when it does", error=self.last_error)
+                raise NotArchived("the bucket does not respond", hint="try again when it does", error=self.last_error)
             is_ours, breaks = not self._is_base_pending(), self._outbox.breaks
             if is_ours:
                 # A put under the old name would adopt the object that is there, which may be the damaged one.
@@ -367,7 +367,7 @@ class Archiver:
         if thread is not None:
             thread.join()
         if self._outbox.breaks == breaks and self._has_base_failed:
-            hint = "it is tried again; `quire archive status` shows when it succeeds"
+            hint = "it will be retried; `quire archive status` shows when it has succeeded"
             raise NotArchived("the base was not uploaded", hint=hint, error=self.last_error)
         self.wait(BASE_WAIT_SECONDS)
         return is_ours and self._outbox.breaks == breaks
@@ -463,7 +463,7 @@ class Archiver:
     def _bound_queue(self) -> None:
         is_large = self.queue.size_bytes > self.settings.memory_bytes
         if is_large or self._artifacts.only_kept_bytes() > self.settings.backlog_bytes:
-            self._break_chain("the bucket has not answered since the store was opened")
+            self._break_chain("the bucket has not responded since the store was opened")
 
     def _cut(self) -> None:
         """Encode the events that are in the queue now as objects. Later events wait for the next cut."""
@@ -596,7 +596,7 @@ class Archiver:
             self._begin_base()
 
     def _begin_base(self) -> None:
-        """Begin a base in a thread of its own. REQUIRES `_cutting`, and that the end of the log is known."""
+        """Begin a base in a separate thread. REQUIRES `_cutting`, and that the end of the log is known."""
         assert self._next is not None
         self._base_began, self._base_at_ms = time.monotonic(), self._clock.now_ms()
         self._is_base_unnamed, self._has_base_failed = True, False
@@ -700,7 +700,7 @@ class Archiver:
                 self._changed.notify_all()
 
     def _retry_until_answered(self, attempt: Callable[[], object], *, final: type[Exception] = StoreFenced) -> None:
-        """Retry until the bucket answers. Errors other than `StoreFenced` and `final` are outages, and never end an archive."""
+        """Retry until the bucket responds. Errors other than `StoreFenced` and `final` are outages and never end an archive."""
         for number in range(1 << 62):
             try:
                 attempt()

@@ -25,7 +25,7 @@ from quire.archive.queue import PendingArtifact
 from quire.archive.recorder import sha256_of
 from quire.archive.remote_files import number_of, remote_at
 from quire.archive.state_files import KnownFile
-from quire.durable.files import Disk
+from quire.durable.files import Disk, remove_if_exists
 
 Identity = tuple[int, int, int]
 Upload = tuple[str, str]
@@ -62,8 +62,7 @@ class Artifacts:
 
     def discard(self, path: str) -> None:
         """Remove a file below archive/ that is no longer needed."""
-        with suppress(FileNotFoundError):
-            self._disk.remove(path)
+        remove_if_exists(self._disk, path)
         with self._lock:
             self._kept.pop(path, None)
 

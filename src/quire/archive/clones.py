@@ -115,7 +115,7 @@ def kept_for_takeover(
 
 
 class SeenTakeovers:
-    """Since when an owner has seen the registrations of takeovers; `forget` removes one that nobody will remove."""
+    """Since when an owner has seen the registrations of takeovers; `forget` removes one that would otherwise stay."""
 
     def __init__(self, clock: Clock, forget: Callable[[CloneRegistration], None]) -> None:
         self._clock = clock

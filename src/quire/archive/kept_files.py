@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from quire.durable import names
-from quire.durable.files import Disk, read_all, write_new
+from quire.durable.files import Disk, read_all, remove_if_exists, write_new
 
 Readers = Callable[[], set[str]]
 """Returns the names of the live leases."""
@@ -96,5 +96,4 @@ class KeptFiles:
 
     def _remove(self, target: str) -> None:
         del self._kept[target]
-        with suppress(FileNotFoundError):
-            self._disk.remove(target)
+        remove_if_exists(self._disk, target)

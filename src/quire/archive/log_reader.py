@@ -140,6 +140,12 @@ def _readable_header(store: ObjectStore, store_id: str, position: Position) -> H
         return None
 
 
+def no_archive(store: ObjectStore) -> ObjectNotFound:
+    """Return the error for a bucket without an archive of the store."""
+    hint = "check the URL, or run `quire archive on` on the store first"
+    return ObjectNotFound("this bucket has no archive of the store", hint=hint, store=store.url)
+
+
 def find(
     store: ObjectStore,
     store_id: str,
@@ -155,11 +161,7 @@ def find(
     """
     archived_epochs = epochs(store, store_id)
     if not archived_epochs:
-        raise ObjectNotFound(
-            "this bucket has no archive of the store",
-            hint="check the URL, or run `quire archive on` on the store first",
-            store=store.url,
-        )
+        raise no_archive(store)
     if epoch is not None and epoch not in archived_epochs:
         hint = f"the archive has the owner epochs {', '.join(map(str, archived_epochs))}"
         raise ObjectNotFound("this bucket has no archive of that owner epoch", hint=hint, owner_epoch=epoch)

@@ -185,7 +185,7 @@ class Recorder(DiskLayer):
             self.queue.append(RemoveEvent(number, self._relative(path)))
 
     def _lose_name(self, number: int) -> None:
-        # Without a handle nobody can write to the file, and the system may give its number to another one.
+        # Without a handle no thread can write to the file, and the system may give its number to another one.
         if number in self._handles:
             self.nameless.add(number)
 

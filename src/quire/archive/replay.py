@@ -49,10 +49,9 @@ from quire.archive.state_files import RemoteFile, read_remote_files
 from quire.core.closing import ClosedOnExit
 from quire.core.errors import Corruption
 from quire.core.limits import MIB
-from quire.core.settings import ManifestSettings
 from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, write_atomic, write_new
+from quire.durable.files import Disk, File, remove_if_exists, write_atomic, write_new
 from quire.manifest.overlay import TableRows
 from quire.manifest.row_image import RowImage
 
@@ -82,7 +81,6 @@ class Replay(ClosedOnExit):
         *,
         adapt: Adapt = _unchanged,
         kept: KeptFiles | None = None,
-        settings: ManifestSettings | None = None,
     ) -> None:
         """Prepare a directory. `adapt` is called with the rows of every commit. `kept`: set if readers have the directory open
         (rule 4)."""
@@ -93,7 +91,7 @@ class Replay(ClosedOnExit):
         self._adapt = adapt
         self._kept = kept
         disk.make_dirs(self._files)
-        self._rows = RowImage(os.path.join(self._root, names.MANIFEST), settings)
+        self._rows = RowImage(os.path.join(self._root, names.MANIFEST))
         self._names: dict[str, int] = {}
         self._paths: dict[int, set[str]] = {}
         """The inverse of `_names`."""
@@ -126,10 +124,9 @@ class Replay(ClosedOnExit):
         *,
         kept: KeptFiles,
         adapt: Adapt = _unchanged,
-        settings: ManifestSettings | None = None,
     ) -> Replay:
         """Continue in a directory that was `settle`d. The names of files are read from the directory itself."""
-        replay = cls(disk, root, adapt=adapt, kept=kept, settings=settings)
+        replay = cls(disk, root, adapt=adapt, kept=kept)
         numbers = {
             os.stat(os.path.join(replay._files, name)).st_ino: int(name, 16)
             for name in disk.names(replay._files)
@@ -283,8 +280,7 @@ class Replay(ClosedOnExit):
             file.close()
         for name in list(self._paths.get(number, ())):
             self._unbind(name)
-        with suppress(FileNotFoundError):
-            self._disk.remove(self._content(number))
+        remove_if_exists(self._disk, self._content(number))
         hit("archive.replay.replaced")
         # A new file, not a truncated one: `.kept/` may hold a link to the old one.
         self._disk.open(self._content(number), create=True).close()
@@ -309,8 +305,7 @@ class Replay(ClosedOnExit):
         if self._kept is not None and path not in self.remote and self._disk.exists(target):
             # By rename, so that readers always find one of the two files under this name.
             staged = os.path.join(self._files, STAGED)
-            with suppress(FileNotFoundError):
-                self._disk.remove(staged)
+            remove_if_exists(self._disk, staged)
             self._disk.link(self._content(number), staged)
             self._disk.rename(staged, target)
             self._unname(path)
@@ -327,8 +322,7 @@ class Replay(ClosedOnExit):
             target = os.path.join(self._root, self._checked(path))
             if self._kept is not None:
                 self._kept.keep(path)
-            with suppress(FileNotFoundError):
-                self._disk.remove(target)
+            remove_if_exists(self._disk, target)
             self._folders.add(os.path.dirname(target))
         else:
             self._is_remote_saved = False
@@ -365,8 +359,7 @@ class Replay(ClosedOnExit):
             if (file := self._open.pop(number, None)) is not None:
                 file.close()
             self._dirty.discard(number)
-            with suppress(FileNotFoundError):
-                self._disk.remove(self._content(number))
+            remove_if_exists(self._disk, self._content(number))
             self._swept.add(number)
         self._nameless.clear()
         if self._kept is not None:

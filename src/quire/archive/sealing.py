@@ -138,7 +138,7 @@ def seal(
             overtaken(header, digest, events)
         lead = 2 * lead or 1
     if any(positions_after(store, store_id, ending.position)):
-        # The owner has just trimmed its log past `known`: the number was free, and this seal stops nobody.
+        # The owner has just trimmed its log past `known`: the number was free, and this seal stops no owner.
         return seal(store, store_id, epoch, successor, at_ms)
     return ending.parent, digest
 

@@ -7,7 +7,7 @@ Terms
                  when they change, and every HEARTBEAT_SECONDS while there are any
 
 A standby measures silence only after a heartbeat that names it: an owner that has not seen it yet may simply be idle. A
-heartbeat fences nobody: it only says that the owner runs and reaches the bucket. It is not part of the log, because the log is
+heartbeat fences no one: it only shows that the owner runs and reaches the bucket. It is not part of the log, because the log is
 silent during the upload of a large file, and for as long as `archive.interval_seconds` (docs/decisions/086-heartbeats.md).
 
 Threads: the owner's watch has its own; it raises nothing, and repeats requests that the bucket does not answer. `OwnerContact`

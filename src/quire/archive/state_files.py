@@ -24,7 +24,7 @@ import msgspec
 from quire.archive.format import NO_DIGEST, Position
 from quire.archive.recorder import ARCHIVE_STATE, REMOTE_FILES, SPOOL
 from quire.archive.status import ArchiveStatus, read_drill
-from quire.core.decoding import UNDECODABLE, described
+from quire.core.decoding import UNDECODABLE, decode_with_digest, described, encode_with_digest
 from quire.core.errors import Corruption, FormatTooNew
 from quire.core.settings import ArchiveSettings
 from quire.durable import names
@@ -70,8 +70,7 @@ class ArchiveState(msgspec.Struct, kw_only=True):
 def read_archive_state(disk: Disk, root: str) -> ArchiveState | None:
     """Return the state that the last clean close left, or `None`."""
     try:
-        line, _, check = read_all(disk, os.path.join(root, ARCHIVE_STATE)).partition(b"\n")
-        return msgspec.json.decode(line, type=described(ArchiveState)) if check == _check(line) else None
+        return decode_with_digest(read_all(disk, os.path.join(root, ARCHIVE_STATE)), ArchiveState)
     except (FileNotFoundError, *UNDECODABLE):
         return None
 
@@ -91,8 +90,7 @@ def take_archive_state(disk: Disk, root: str) -> ArchiveState | None:
 
 def write_archive_state(disk: Disk, root: str, state: ArchiveState) -> None:
     """Write the state with which the next opening continues the archive."""
-    line = msgspec.json.encode(state)
-    write_atomic(disk, os.path.join(root, ARCHIVE_STATE), line + b"\n" + _check(line))
+    write_atomic(disk, os.path.join(root, ARCHIVE_STATE), encode_with_digest(state))
 
 
 def config_digest(disk: Disk, root: str) -> bytes:
@@ -101,10 +99,6 @@ def config_digest(disk: Disk, root: str) -> bytes:
         return hashlib.sha256(read_all(disk, os.path.join(root, names.CONFIG))).digest()
     except FileNotFoundError:
         return b""
-
-
-def _check(line: bytes) -> bytes:
-    return hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
 # ── restored.json, remote_files.json ──────────────────────────────────────────────────────────────────────────────────
@@ -186,7 +180,7 @@ class StandbyState(msgspec.Struct, frozen=True, kw_only=True):
     owner_epoch: int = 0
     """During a promotion, the epoch that is claimed."""
     swaps: int = 0
-    """Number of rebuilds whose files were swapped in, including one in progress: tells readers that files were replaced."""
+    """Number of rebuilds whose files were swapped in, including one in progress: it shows readers that files were replaced."""
 
 
 def read_standby_state(disk: Disk, root: str) -> StandbyState | None:

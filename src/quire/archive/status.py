@@ -65,7 +65,7 @@ class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     """`off`, `async` or `sync`."""
     state: str
-    """`off`, `archived` (everything is in the bucket), `uploading`, `behind` (the bucket does not answer), `no base` (nothing
+    """`off`, `archived` (everything is in the bucket), `uploading`, `behind` (the bucket does not respond), `no base` (nothing
     can be restored yet), `fenced`, `stopped`. From the directory alone: `owned` (only the owner has the status), `closed`,
     `not closed cleanly`, or, if another directory is the owner, `standby` or `restored`."""
     interval_seconds: float = 1.0

@@ -9,10 +9,10 @@ Threads: any. Reads only the bucket. Raises `ObjectNotFound`, `InvalidInput`, an
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime
 
 from quire.archive.clones import CloneRegistration, clone_keys, registrations
 from quire.archive.log_reader import STORE_ID, epochs, find, log_positions, store_ids
+from quire.core.clock import moment
 from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, QuireError
 from quire.durable.names import MANIFEST
 from quire.objects.api import ObjectStore
@@ -85,4 +85,4 @@ def _last_upload(store: ObjectStore, store_id: str) -> str:
         at_ms = find(store, store_id).at_ms
     except QuireError:  # without an archive, or damaged: the list is still useful
         return "not restorable"
-    return f"last upload {datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M:%S}Z"
+    return f"last upload {moment(at_ms)}"

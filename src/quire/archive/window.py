@@ -145,7 +145,7 @@ class Line:
         self.damaged: dict[Position, Corruption] = {}
         """Damaged log objects that were passed over so far."""
         self._is_cut = False
-        """Whether the line ends too early: the object that says which epoch is next is damaged."""
+        """Whether the line ends too early: the object that names the next epoch is damaged."""
         epoch, bound = self._newest(), NONE
         # Parents come from a bucket: a forged one must not make this loop endless.
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):

@@ -19,19 +19,19 @@ from quire.archive.window import abandoned_epochs
 from quire.cli.archive_state import (
     COPY_STATES,
     InBucket,
-    ask_bucket,
     bucket_lines,
     copy_text,
     cost_lines,
     doubt_about,
     doubtful_text,
     promise_text,
+    read_bucket,
     state_text,
     waiting_lines,
 )
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import NOT_OWNER, count_of, drill_lines, moment, size
+from quire.cli.formatting import NOT_OWNER, count_of, size
 from quire.cli.lookup import (
     AllowHttp,
     Endpoint,
@@ -45,7 +45,7 @@ from quire.cli.lookup import (
 )
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm, on_terminal
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import Conflict, InvalidConfig, InvalidInput
 from quire.core.json_values import plain
 from quire.durable import names
@@ -106,7 +106,7 @@ def on(
     place = objects_url(root, settings)
     data = {"mode": mode, "object_store": place, "restart_owner": False, "archived": False}
     if is_held(os.path.join(root, names.LOCK)):
-        text = f"archive.mode is {mode} now; {_owner_text(root)} must be restarted: it archives to {place} from then on"
+        text = f"archive.mode is now {mode}; {_owner_text(root)} must be restarted: it archives to {place} from then on"
         return Note(text=text, data=data | {"restart_owner": True})
     if is_emptied:
         take_archive_state(OsDisk(), root)  # a new bucket has none of what the old one had, so a base must be written
@@ -114,7 +114,7 @@ def on(
         assert store.archive is not None
         store.archive.wait(FIRST_BASE_SECONDS)
         status = store.archive.status()
-    text = f"archive.mode is {mode} now; the whole store is in {place}: {_uploaded_text(status)}"
+    text = f"archive.mode is now {mode}; the whole store is in {place}: {_uploaded_text(status)}"
     return Note(text=text, data=data | {"archived": True, "objects": status.puts, "bytes": status.put_bytes})
 
 
@@ -129,7 +129,7 @@ def off(cli: Cli) -> Note:
     was = cli.settings().archive.mode
     change_config(OsDisk(), root, {("archive", "mode"): "off"})
     restart = was != "off" and is_held(os.path.join(root, names.LOCK))
-    text = "archive.mode is off now" + (f"; {_owner_text(root)} archives until it is restarted" if restart else "")
+    text = "archive.mode is now off" + (f"; {_owner_text(root)} archives until it is restarted" if restart else "")
     return Note(text=text, data={"mode": "off", "was": was, "restart_owner": restart})
 
 
@@ -166,12 +166,12 @@ def _owner_text(root: str) -> str:
 # ── status ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("status", archive, example="quire archive status --json")
 def status(
-    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not ask the object store.")] = False
+    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not contact the object store.")] = False
 ) -> CliResult:
-    """Show what is archived, what waits, what can be restored and what it costs.
+    """Show what is archived, what is pending, what can be restored and what it costs.
 
-    Queries the owner if it serves (`quire serve`), and the bucket; only a serving owner knows the cost. The exit code is 1 if
-    the archive is fenced, stopped or behind, or if the bucket does not confirm what the directory says.
+    Queries the owner if it serves (`quire serve`), and the bucket; only a serving owner knows the cost. The exit code is 1
+    if the archive is fenced, stopped or behind, or if the bucket does not confirm the state that the directory records.
     """
     root, settings = os.path.abspath(cli.path), cli.settings()
     known = _known_status(cli)
@@ -182,7 +182,7 @@ def status(
     in_bucket = InBucket()
     if not no_objects:
         with cli.reader() as manifest, manifest.read() as txn:
-            in_bucket = ask_bucket(txn, root, settings)
+            in_bucket = read_bucket(txn, root, settings)
     doubt = doubt_about(known, in_bucket)
     if in_bucket.newer_owner and known.state not in NOT_OWNER:
         doubt = f"another owner has taken the store over: {in_bucket.newer_owner}"
@@ -230,8 +230,8 @@ def _known_status(cli: Cli) -> ArchiveStatus | None:
 def drill(cli: Cli) -> CliResult:
     """Restore the archive to a temporary directory and compare it with the live store.
 
-    Claims nothing, and changes nothing but drill.json, which records the result. A running `quire serve` does it while it
-    serves. Downloads the store once. The exit code is 1 if anything differs.
+    Takes over nothing, and changes nothing except drill.json, which records the result. A running `quire serve` performs
+    the drill itself. Downloads the store once. The exit code is 1 if anything differs.
     """
     with cli.owner() as store:
         if store.archive is None:
@@ -254,8 +254,8 @@ def drill(cli: Cli) -> CliResult:
 def base(cli: Cli) -> Note:
     """Upload the whole store to the archive again.
 
-    After a drill has failed, or objects were lost from the bucket: the next restore reads the new copy alone. Earlier moments
-    are not repaired. Chunks that a checkpoint has uploaded are not part of it; `quire verify` reads those.
+    Use it after a failed drill, or if objects were lost from the bucket: the next restore then reads only the new copy.
+    Earlier moments are not repaired. Chunks that a checkpoint has uploaded are not part of it; `quire verify` reads those.
     """
     with cli.owner() as store:
         if store.archive is None:
@@ -283,10 +283,10 @@ def abandoned(
 ) -> Listing | Note:
     """List owner epochs that the store's history does not contain, or delete one of them.
 
-    They are left by a takeover that went back to an earlier moment (`quire takeover --discard`): whole epochs, and the end of
-    the epoch that was restored. Whole epochs are never deleted automatically; the end of one leaves with the window. The
-    command in the last column restores one. Objects that it shares with the newest owner's history are kept while the window
-    reaches back to the takeover.
+    A takeover that returns to an earlier moment (`quire takeover --discard`) leaves them behind: whole epochs, and the end of
+    the epoch that was restored. Whole epochs are never deleted automatically; the end of one is deleted when it leaves the
+    window. The command in the last column restores one. Objects that it shares with the newest owner's history are kept while
+    the window reaches back to the takeover.
     """
     if not remove:
         root = os.path.abspath(cli.path)
@@ -336,7 +336,7 @@ def audit(
     """Read the whole archive and check that every moment in it can be restored.
 
     This covers log objects, bases, tables, compressed segments, and the chunks and segments that rows of any restorable moment
-    name, compared by their digests. Also lists objects that nothing names. Reads only the bucket. The exit code is 1 if
+    name, compared by their digests. Also lists unreferenced objects. Reads only the bucket. The exit code is 1 if
     something is missing or altered; orphans do not count.
     """
     from quire.store.heavy import audit_bucket  # here: it loads the runners, which other archive commands do not need
@@ -355,7 +355,7 @@ def audit(
 
 
 def _is_own_bucket(cli: Cli, url: str) -> bool:
-    """Return whether a URL is that of the bucket of the store at hand, whose quire.toml then says how it is reached."""
+    """Return whether a URL is that of the bucket of this store, whose quire.toml then has its endpoint and options."""
     root = os.path.abspath(cli.path)
     if directory_state(OsDisk(), root) is not DirectoryState.STORE:
         return False

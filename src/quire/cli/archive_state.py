@@ -1,4 +1,4 @@
-"""The state of an archive for people: what the directory or the owner says, and whether the bucket confirms it.
+"""The state of an archive, for display: as recorded by the directory or the owner, and whether the bucket confirms it.
 
 Raises nothing that the bucket raises: an unreachable bucket is part of the state.
 """
@@ -17,8 +17,8 @@ from quire.archive.standbys import Registration
 from quire.archive.standbys import registrations as standby_registrations
 from quire.archive.state_files import read_origin, read_standby_state
 from quire.archive.window import RestorableRange, restorable_range
-from quire.cli.formatting import ago_text, cost_text, count_of, moment, size, span
-from quire.core.clock import SystemClock
+from quire.cli.formatting import ago_text, cost_text, count_of, size, span
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import QuireError
 from quire.durable.files import OsDisk
 from quire.manifest import tables as t
@@ -34,7 +34,7 @@ CLOCK = SystemClock()
 
 
 class InBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bucket has of an archive, if it was asked and answered."""
+    """What the bucket has of an archive, if it was read."""
 
     range: RestorableRange | None = None
     clones: tuple[CloneRegistration, ...] = ()
@@ -48,8 +48,8 @@ class InBucket(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-def ask_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
-    """Ask the bucket what it has of a store's archive."""
+def read_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
+    """Read from the bucket what it has of a store's archive."""
     store_id = txn.store_id()
     try:
         with closing(open_place(txn, root, settings)) as bucket:
@@ -67,16 +67,16 @@ def ask_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
 
 
 def doubt_about(status: ArchiveStatus, in_bucket: InBucket) -> str:
-    """Return why the bucket does not confirm a status; empty if it does, or was not asked."""
-    found = in_bucket.range
-    if found is None:
+    """Return why the bucket does not confirm a status; empty if it does, or was not read."""
+    restorable = in_bucket.range
+    if restorable is None:
         return in_bucket.error
-    if found.missing:
-        parsed = parse_archive_key(found.missing)
+    if restorable.missing:
+        parsed = parse_archive_key(restorable.missing)
         part = "an object of the log" if parsed is not None and parsed[1] == "log" else "a part of the newest base"
-        return f"{part} is missing ({found.missing})"
-    if status.is_safe and found.newest_at_ms < status.last_cut_at_ms:
-        return f"it can be restored only to {moment(found.newest_at_ms)}"
+        return f"{part} is missing ({restorable.missing})"
+    if status.is_safe and restorable.newest_at_ms < status.last_cut_at_ms:
+        return f"it can be restored only to {moment(restorable.newest_at_ms)}"
     return ""
 
 
@@ -84,12 +84,12 @@ STATES = {
     "archived": "everything is in the bucket: losing this disk now would lose nothing",
     "closed": "closed with everything in the bucket: losing this disk now would lose nothing",
     "uploading": "changes are being uploaded: losing this disk now would lose them",
-    "behind": "the bucket does not answer: losing this disk now would lose the backlog",
+    "behind": "the bucket does not respond: losing this disk now would lose the backlog",
     "no base": "nothing can be restored yet: the first copy of the store is being uploaded",
     "fenced": "another directory has taken this store over: nothing more is archived from here",
     "stopped": "the archiver has stopped: losing this disk now would lose what was changed since; restart the owner",
     "not closed cleanly": "losing this disk now may lose changes: the next owner uploads what is not in the bucket",
-    "owned": "a process owns the store but does not answer: the bucket shows how far it is",
+    "owned": "a process owns the store but does not respond: the state in the bucket is shown",
     "standby": "nothing is archived from here: the owner that this standby follows archives the store",
     "restored": "nothing is archived from here: this restored directory is not the owner",
 }
@@ -140,19 +140,24 @@ def waiting_lines(status: ArchiveStatus) -> list[tuple[str, str]]:
 
 
 def bucket_lines(status: ArchiveStatus, in_bucket: InBucket) -> list[tuple[str, str]]:
-    """Format what the bucket has, or what the owner knows of it if the bucket was not asked."""
-    found = in_bucket.range
-    newest = max(status.restorable_at_ms, found.newest_at_ms if found else 0)
-    lines = [("last upload", ago_text(status.last_cut_at_ms or (found.newest_at_ms if found else 0), CLOCK.now_ms()))]
-    if found is None:
+    """Format what the bucket has, or what the owner reports if the bucket was not read."""
+    restorable = in_bucket.range
+    newest = max(status.restorable_at_ms, restorable.newest_at_ms if restorable else 0)
+    lines = [
+        (
+            "last upload",
+            ago_text(status.last_cut_at_ms or (restorable.newest_at_ms if restorable else 0), CLOCK.now_ms()),
+        )
+    ]
+    if restorable is None:
         if in_bucket.is_empty:
             return [*lines, ("restorable", f"nothing: {in_bucket.error}")]
-        why = f"; the bucket could not be asked: {in_bucket.error}" if in_bucket.error else ""
+        why = f"; the bucket could not be read: {in_bucket.error}" if in_bucket.error else ""
         return [*lines, ("restorable", f"to {moment(newest)}{why}")]
     lines += [
-        ("restorable", f"from {moment(found.oldest_at_ms)} to {moment(newest)}"),
+        ("restorable", f"from {moment(restorable.oldest_at_ms)} to {moment(newest)}"),
         ("window", f"{span(int(status.retain_seconds * 1000))} (archive.retain_seconds)"),
-        ("in the bucket", f"{count_of(found.objects, 'object')} of the archive, {size(found.size_bytes)}"),
+        ("in the bucket", f"{count_of(restorable.objects, 'object')} of the archive, {size(restorable.size_bytes)}"),
     ]
     if in_bucket.retired:
         kept_for = "moments of the window" + (", and clones" if in_bucket.clones else "")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import moment, size
+from quire.cli.formatting import size
 from quire.cli.lookup import any_database, names_of
 from quire.cli.output import Listing, ListingRow
+from quire.core.clock import moment
 from quire.core.errors import InvalidInput
 from quire.core.json_values import plain
 from quire.core.time_parsing import parse_moment

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import Bars
 from quire.cli.lookup import AllowHttp, Endpoint, Moment, Region, StoreId, moment_given, options_given
 from quire.cli.output import Note
+from quire.core.clock import moment
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli

@@ -45,9 +45,9 @@ def checkpoint(
 ) -> Note | CliResult | Listing:
     """Write the WAL of page databases to chunks now.
 
-    WAL segments that no snapshot, fork or reader needs any more are then truncated.
+    WAL segments that no snapshot, fork or reader needs are then truncated.
     """
-    names = _wanted(databases, every, runner)
+    names = _chosen_names(databases, every, runner)
     if dry_run:
         return _outlook(cli, names, "CHECKPOINT")
     if len(names) == 1:
@@ -60,7 +60,7 @@ def merge(
     cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
 ) -> Note | CliResult | Listing:
     """Merge chunks and their deltas into new chunks now."""
-    names = _wanted(databases, every, runner)
+    names = _chosen_names(databases, every, runner)
     if dry_run:
         return _outlook(cli, names, "MERGE")
     if len(names) == 1:
@@ -130,7 +130,7 @@ def restore(
     return Note(text=text, data=done)
 
 
-def _wanted(databases: list[str] | None, every: bool, runner: str) -> list[str]:
+def _chosen_names(databases: list[str] | None, every: bool, runner: str) -> list[str]:
     """Return the names that were given, none for `--all`."""
     need_runner(runner)
     if bool(databases) == every:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from quire.archive.log_reader import find
 from quire.archive.state_files import read_standby_state
-from quire.cli.archive_state import COPY_STATES, ask_bucket, copy_text, doubt_about, state_text
+from quire.cli.archive_state import COPY_STATES, copy_text, doubt_about, read_bucket, state_text
 from quire.cli.declarations import HERE, Option, command
 from quire.cli.errors import OK, PROBLEMS, for_people, next_step
 from quire.cli.formatting import behind_text, count_of, local_moment, size, span
@@ -92,7 +92,7 @@ NO_STORE = CheckResult("store", "warn", "no store in this directory", "name one 
 
 @command("doctor", example="quire doctor --store ./data")
 def doctor(
-    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not touch the object store.")] = False
+    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not contact the object store.")] = False
 ) -> CliResult:
     """Check the machine, the store and the object store.
 
@@ -254,7 +254,7 @@ def _owner(root: str) -> CheckResult:
         return CheckResult("owner", "ok", "no process owns the store")
     owner = holder(lock)
     if owner is None:
-        return CheckResult("owner", "warn", "a process owns the store; the lock file does not say which")
+        return CheckResult("owner", "warn", "a process owns the store; the lock file does not identify it")
     since = local_moment(owner.since_ms, CLOCK.now_ms())
     does = "updates this standby: " if is_standby else ""
     return CheckResult("owner", "ok", f"{does}process {owner.pid} on {owner.host} since {since}")
@@ -329,11 +329,9 @@ def _verification(manifest: ManifestStore) -> CheckResult:
     bad = [f"{name} is {state.lower()}" for name, state in artifacts] + (last.problems if last else [])
     if bad:
         more = f", and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        return CheckResult(
-            "verification", "fail", f"damage on record: {bad[0]}{more}", "run `quire verify` to check again"
-        )
+        return CheckResult("verification", "fail", f"known damage: {bad[0]}{more}", "run `quire verify` to check again")
     if last is None:
-        return CheckResult("verification", "ok", "no damage on record; the store has not been fully verified yet")
+        return CheckResult("verification", "ok", "no known damage; the store has not been fully verified yet")
     return CheckResult("verification", "ok", f"no damage found {span(CLOCK.now_ms() - last.ended_at_ms)} ago")
 
 
@@ -371,7 +369,7 @@ def _mirrors(manifest: ManifestStore) -> CheckResult:
 def _readers(manifest: ManifestStore) -> CheckResult:
     figures = manifest.env.info()
     used, slots = figures["num_readers"], figures["max_readers"]
-    detail = f"{used:,} of {slots:,} reader slots of the manifest were in use at once"
+    detail = f"at most {used:,} of {slots:,} reader slots of the manifest were in use"
     if used > slots * READERS_FILL_MAX:
         return CheckResult("readers", "warn", detail, "close readers, or raise manifest.readers_max in quire.toml")
     return CheckResult("readers", "ok", detail)
@@ -487,15 +485,15 @@ def _archive(manifest: ManifestStore, root: str, *, with_objects: bool) -> Check
             return CheckResult("archive", "fail", detail)  # `session` has the advice
         case "behind" | "stopped":
             return CheckResult(
-                "archive", "fail", f"{detail}: {status.last_error}", "`quire archive status` shows what waits"
+                "archive", "fail", f"{detail}: {status.last_error}", "`quire archive status` shows the backlog"
             )
         case "no base":
-            return CheckResult("archive", "warn", detail, "wait until `quire archive status` says archived")
+            return CheckResult("archive", "warn", detail, "wait until `quire archive status` shows `archived`")
         case "not closed cleanly":
             return CheckResult("archive", "warn", detail, "open the store, or run `quire archive on`")
     if with_objects:
         with manifest.read() as txn:
-            doubt = doubt_about(status, ask_bucket(txn, root, settings))
+            doubt = doubt_about(status, read_bucket(txn, root, settings))
         if doubt:
             return CheckResult("archive", "fail", f"{status.mode}; the bucket does not confirm it: {doubt}", KEEP_DISK)
     return _with_drill(detail, status.last_drill)
@@ -519,7 +517,7 @@ def _with_drill(detail: str, drill: DrillRecord | None) -> CheckResult:
         return CheckResult("archive", "fail", f"{detail}; the last drill failed: {drill.problems[0]}", KEEP_DISK)
     if drill is None or CLOCK.now_ms() - drill.at_ms > DRILL_DAYS_MAX * 86_400_000:
         last = "no drill yet" if drill is None else f"the last drill was {span(CLOCK.now_ms() - drill.at_ms)} ago"
-        return CheckResult("archive", "ok", f"{detail}; {last}", "`quire archive drill` tries a restore")
+        return CheckResult("archive", "ok", f"{detail}; {last}", "`quire archive drill` performs a trial restore")
     return CheckResult("archive", "ok", f"{detail}; last drill passed {span(CLOCK.now_ms() - drill.at_ms)} ago")
 
 
@@ -550,5 +548,7 @@ def _round_trip(check: str, url: str, options: StoreOptions) -> CheckResult:
     finally:
         objects.close()
     if not same:
-        return CheckResult(check, "fail", f"{url} returned other bytes than were written", "do not store data there")
+        return CheckResult(
+            check, "fail", f"{url} returned different bytes from those written", "do not store data there"
+        )
     return CheckResult(check, "ok", f"put, get, delete in {milliseconds:.1f} ms: {url}")

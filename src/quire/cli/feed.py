@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK
-from quire.cli.formatting import count_of, moment, non_default_fields, pairs, span
+from quire.cli.formatting import count_of, non_default_fields, pairs, span
 from quire.cli.lookup import Follow, Yes
 from quire.cli.output import CliResult, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.cli.prompts import confirm
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import CursorLost, UnknownCursor
 from quire.core.json_values import plain
 from quire.core.timeline import gap_of_start, step_back
@@ -171,7 +171,7 @@ def cursor_json(info: CursorInfo) -> dict[str, Any]:
 
 @command("resume", group, example="quire feed resume my-app")
 def resume(cli: Cli, cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")]) -> Note:
-    """Resume a lost cursor where it stopped, or at the oldest retained change. It misses the changes between."""
+    """Resume a lost cursor where it stopped, or at the oldest retained change. The changes in between are skipped."""
     with cli.owner() as store:
         feed = store.manifest.feed
         lost = _find(feed, cursor)

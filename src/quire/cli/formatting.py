@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import fields
 
+from quire.core.clock import moment
 from quire.core.ids import ArtifactKey
 from quire.core.json_values import plain
 from quire.core.limits import GIB, KIB, MIB
@@ -112,15 +113,6 @@ def size(count: int) -> str:
         if count >= bytes_of:
             return f"{count / bytes_of:,.1f} {unit}"
     return f"{count} B"
-
-
-def moment(at_ms: int) -> str:
-    """Format a moment in UTC.
-
-    >>> moment(0), moment(1_700_000_000_000)
-    ('never', '2023-11-14 22:13:20Z')
-    """
-    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000)) if at_ms else "never"
 
 
 def local_moment(at_ms: int, now_ms: int) -> str:

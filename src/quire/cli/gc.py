@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, size, span
+from quire.cli.formatting import count_of, size, span
 from quire.cli.job_progress import JobSession
 from quire.cli.jobs import failed_jobs, job_json, state_text
 from quire.cli.lookup import Yes, names_of
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
+from quire.core.clock import moment
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain
@@ -112,10 +113,10 @@ def gc(
     ] = False,
     limit: Annotated[int, Option(min=0, metavar="N", help="With --dry-run: artifacts to list; 0 for all.")] = 20,
     keep: Annotated[
-        str, Option("--keep", metavar="OBJECT", help="Run nothing; keep this chunk or delta (see --until).")
+        str, Option("--keep", metavar="OBJECT", help="Run no round; keep this chunk or delta (see --until).")
     ] = "",
     until: Annotated[
-        str, Option("--until", metavar="FOR", help="With --keep: for how long, as 7d; 0 to keep it no longer.")
+        str, Option("--until", metavar="FOR", help="With --keep: how long to keep it, such as 7d; 0 ends it.")
     ] = "",
     yes: Yes = False,
 ) -> CliResult | Report | Note:
@@ -219,7 +220,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         jobs_due = sum(job is not None and job.not_before_ms <= now for job in pending)
         kept = sorted((row.since_ms, row.name, row.db_id) for _, row in retired_objects(txn))
         names |= txn.database_names({db_id for _, _, db_id in kept})
-    going = _retention(manifest)
+    drops = _retention(manifest)
     table = Listing(
         columns=["artifact", ">size", "unreferenced", "deleted"],
         rows=[ListingRow(_cells(zero, names, now), None) for zero in shown],
@@ -231,7 +232,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         lines=[
             ("would delete now", str(due)),
             ("later", str(Amount(total.artifacts - due.artifacts, total.size_bytes - due.size_bytes))),
-            ("retention", _going(going)),
+            ("retention", _drops_text(drops)),
             ("jobs", f"{jobs_due:,} due"),
             ("kept for the archive", _kept(kept, names, now)),
         ],
@@ -243,7 +244,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         "size_bytes": total.size_bytes,
         "due_artifacts": due.artifacts,
         "due_bytes": due.size_bytes,
-        "would_drop": going,
+        "would_drop": drops,
         "jobs_due": jobs_due,
         "waiting": [{**plain(vars(zero)), "database": names.get(zero.db_id, "")} for zero in shown],
         "retired": len(kept),
@@ -270,17 +271,17 @@ def _retention(manifest: ManifestStore) -> dict[str, int]:
     """Return database → number of snapshots that its policy would drop now, without zeros."""
     with manifest.read() as txn:
         databases = list(txn.owners(t.SNAPSHOT_INDEX))
-    going = {db_id: number for db_id in databases if (number := len(manifest.retention.plan(db_id).dropped))}
+    drops = {db_id: number for db_id in databases if (number := len(manifest.retention.plan(db_id).dropped))}
     with manifest.read() as txn:
-        names = txn.database_names(going)
-    return {names.get(db_id, ""): number for db_id, number in going.items()}
+        names = txn.database_names(drops)
+    return {names.get(db_id, ""): number for db_id, number in drops.items()}
 
 
-def _going(going: dict[str, int]) -> str:
+def _drops_text(drops: dict[str, int]) -> str:
     words = [
-        f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in islice(going.items(), NAMED_MAX)
+        f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in islice(drops.items(), NAMED_MAX)
     ]
-    left = len(going) - len(words)
+    left = len(drops) - len(words)
     return (
         "; ".join([*words, *([f"and some of {count_of(left, 'other database')}"] if left else [])])
         or "would drop nothing"
@@ -348,7 +349,7 @@ def _collect(session: JobSession, grace_ms: int, *, at_once: bool) -> CliResult:
             ListingRow([str(job.job_id), job.kind.name.lower(), state_text(job), job.record.error], None)
             for job in failed
         ],
-        closing="`quire jobs show ID` has more",
+        closing="`quire jobs show ID` shows the details",
     )
     return CliResult(Report(parts=[facts, table], data=data), PROBLEMS)
 

@@ -122,7 +122,7 @@ def failure_of(job: Job, what: str) -> QuireError | None:
     if job.state is JobState.PENDING:
         hint = f"the job will be retried: run `quire jobs work`, or see `quire jobs show {job.job_id}`"
     else:
-        hint = f"`quire jobs show {job.job_id}` has the whole error; `quire jobs retry {job.job_id}` runs it again"
+        hint = f"`quire jobs show {job.job_id}` shows the full error; `quire jobs retry {job.job_id}` runs it again"
     return group(f"{what} failed: {reason}", hint=hint, job_id=job.job_id)
 
 

@@ -14,10 +14,11 @@ import msgspec
 
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import INTERRUPTED, OK, PROBLEMS
-from quire.cli.formatting import count_of, in_words, moment, pairs, size, span
+from quire.cli.formatting import count_of, in_words, pairs, size, span
 from quire.cli.job_progress import JobSession
 from quire.cli.lookup import Log, any_database, log_to, names_of
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report, until_interrupted
+from quire.core.clock import moment
 from quire.core.errors import IllegalTransition, InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.json_values import plain

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Database, Runner, Yes, need_runner, suggesting_create
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
 from quire.durable.object_names import kv_backups_prefix
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import msgspec
 
 from quire.cli.declarations import Argument, Option
-from quire.cli.formatting import article, moment
-from quire.core.clock import SystemClock
+from quire.cli.formatting import article
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
 from quire.core.ids import U32_MAX, Epoch
 from quire.core.logs import configure
@@ -91,11 +91,11 @@ OwnerEpoch = Annotated[
         "--epoch",
         metavar="N",
         min=0,
-        help="An owner epoch, also one that was abandoned.",
+        help="An owner epoch, which may be an abandoned one.",
         show_default="the newest owner's",
     ),
 ]
-StoreId = Annotated[str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")]
+StoreId = Annotated[str, Option("--store-id", metavar="ID", help="The store's id, if several stores share the bucket.")]
 Runner = Annotated[
     str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
 ]
@@ -200,10 +200,10 @@ def any_database(txn: ReadTxn, text: str) -> int:
         return number
 
 
-def names_of(manifest: ManifestStore, things: Iterable[AboutDatabase]) -> dict[int, str]:
+def names_of(manifest: ManifestStore, values: Iterable[AboutDatabase]) -> dict[int, str]:
     """Return id → name of the databases that these values refer to; dropped ones are included until their rows are removed."""
     with manifest.read() as txn:
-        return txn.database_names(thing.db_id for thing in things)
+        return txn.database_names(value.db_id for value in values)
 
 
 def title_of(snapshot: SnapshotInfo) -> str:

@@ -57,7 +57,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serve", "Own a store and serve it to other processes."),
     "token": ("token", "Create tokens for clients of the SQL server."),
     "doctor": ("doctor", "Check the machine, the store and the object store."),
-    "tour": ("tour", "Show a store at work, step by step."),
+    "tour": ("tour", "Demonstrate quire step by step."),
     "completion": ("completion", "Print a shell completion script, or install it."),
     "db": ("stores", "Change a database's status, tags and compression."),
     "snapshot": ("snapshots", "Create, list, compare and drop snapshots."),

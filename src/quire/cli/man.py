@@ -77,7 +77,7 @@ def _page(words: list[str], command: click.Command) -> str:
         lines.append(".SH OPTIONS")
         for left, right in records:
             lines += [".TP", f".B {_text(left)}", _text(right)]
-    codes = {OK: "done", PROBLEMS: "a check found problems, or the question was answered with no"}
+    codes = {OK: "done", PROBLEMS: "a check found problems, or confirmation was refused"}
     codes |= {entry.code: entry.meaning for entry in EXITS}
     lines.append(".SH EXIT STATUS")
     for code, meaning in codes.items():

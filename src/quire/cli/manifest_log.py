@@ -36,7 +36,7 @@ from quire.spark.sessions import spark_runner
 from quire.store.layout import objects_url
 from quire.store.object_access import open_place, options_by_url
 from quire.stream.files import LogFiles, StreamFiles
-from quire.stream.mlog_follower import LogFollower
+from quire.stream.mlog_follower import LogFollower, Polled
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import inspect as rows_of
 from quire.stream.mlog_verify import minimal_rows
@@ -160,20 +160,23 @@ def mirror(
         _, objects = _log(cli, stores, stream_id)
         follower = LogFollower(objects, LogFiles(OsDisk(), root, stream_id, store_id=objects.store_id))
 
-        def rows() -> Iterator[ListingRow]:
-            polled = follower.poll()
+        def rows(polled: Polled) -> Iterator[ListingRow]:
             for segment_id in follower.hydrate(polled.hydrations):
                 yield ListingRow([str(segment_id), "fetched"], {"segment_id": segment_id, "what": "fetched"})
             for segment_id in follower.prune():
                 yield ListingRow([str(segment_id), "removed"], {"segment_id": segment_id, "what": "removed"})
 
         if follow:
-            follow_rows([">segment", "what"], rows, as_json=cli.as_json)
+            follow_rows([">segment", "what"], lambda: rows(follower.poll()), as_json=cli.as_json)
             return CliResult(None, OK)
-        moved = [row.data["what"] for row in rows()]
+        polled = follower.poll()
+        moved = [row.data["what"] for row in rows(polled)]
         fetched, removed = moved.count("fetched"), moved.count("removed")
     text = f"{name}: {count_of(fetched, 'segment')} fetched, {removed} removed, {len(follower.index)} in the log"
-    data = {"fetched": fetched, "removed": removed, "segments": len(follower.index), "next_chunk": follower.next_chunk}
+    if polled.waiting_for is not None:
+        text += f"; waiting for chunk {polled.waiting_for} of the log, which the bucket lacks"
+    figures = {"segments": len(follower.index), "next_chunk": follower.next_chunk, "waiting_for": polled.waiting_for}
+    data = {"fetched": fetched, "removed": removed, **figures}
     return Note(text=text, data=data)
 
 

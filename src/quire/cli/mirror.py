@@ -10,12 +10,12 @@ import shlex
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import behind_text, count_of, moment, size
+from quire.cli.formatting import behind_text, count_of, size
 from quire.cli.job_progress import JobSession
 from quire.cli.lookup import Runner, Yes, need_runner, tags_of
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import InvalidInput
 from quire.core.time_parsing import duration, parse_duration
 from quire.jobs.mirror.change_detection import find_mirror
@@ -55,7 +55,7 @@ def create(
 ) -> Report:
     """Define a lakehouse table that follows a table of many databases.
 
-    Nothing is written before its first run. Databases that match later are followed as well.
+    Nothing is written before its first run. Databases that match later are included.
     """
     if not databases or not table or not to:
         hint = "quire mirror create NAME --databases 'tenant-*' --table orders --to delta:URL"

@@ -9,10 +9,11 @@ import os
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import count_of, moment
+from quire.cli.formatting import count_of
 from quire.cli.lookup import Yes
 from quire.cli.output import Listing, ListingRow, Note
 from quire.cli.prompts import confirm
+from quire.core.clock import moment
 from quire.store.namespaces import namespaces
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Name = Annotated[str, Argument(metavar="NAME", help="The namespace's name, as in
 def takeover(
     cli: Cli,
     discard: Annotated[
-        bool, Option("--discard", help="Discard what the archive has and this directory lacks.")
+        bool, Option("--discard", help="Discard changes that the archive has and this directory lacks.")
     ] = False,
     yes: Yes = False,
 ) -> Note:
@@ -38,8 +39,8 @@ def takeover(
     previous owner, if it still runs, is fenced: it deletes nothing more, and writes nothing more after a minute. Nothing in
     the bucket is overwritten or removed.
 
-    If the archive has newer changes than this directory, it is refused: `quire restore-store --takeover` includes them,
-    `--discard` drops them, as after a restore to an earlier moment.
+    If the archive has newer changes than this directory, the takeover is refused: `quire restore-store --takeover` includes
+    them, `--discard` discards them, as after a restore to an earlier moment.
     """
     if not yes:
         lost = " Newer changes in the archive are discarded." if discard else ""
@@ -49,7 +50,7 @@ def takeover(
         confirm(question, "nothing was taken over", {"taken_over": False})
     with cli.owner(takeover=True, discard=discard) as store:
         info = store.info()
-    text = f"{info.path} owns {info.object_store} now, in owner epoch {info.owner_epoch}"
+    text = f"{info.path} now owns {info.object_store}, in owner epoch {info.owner_epoch}"
     return Note(
         text=text, data={"taken_over": True, "owner_epoch": info.owner_epoch, "object_store": info.object_store}
     )
@@ -67,7 +68,7 @@ def moved(cli: Cli, yes: Yes = False) -> Note:
         confirm(question, "nothing was changed", {"moved": False})
     with cli.owner(moved=True) as store:
         looked, place = store.moved_objects, store.objects_url
-    text = f"the objects are in {place} now; {count_of(looked, 'object')} checked, none missing"
+    text = f"the objects are now in {place}; {count_of(looked, 'object')} checked, none missing"
     return Note(text=text, data={"moved": True, "object_store": place, "looked_for": looked})
 
 

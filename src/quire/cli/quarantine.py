@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.archive.state_files import take_archive_state
 from quire.cli.declarations import Argument, Group, command
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, size
 from quire.cli.lookup import Yes
 from quire.cli.output import Listing, ListingRow, Note
 from quire.cli.prompts import confirm
+from quire.core.clock import moment
 from quire.core.errors import InvalidInput, NotFound
 from quire.durable.files import OsDisk
 from quire.durable.locks import FileLock
@@ -58,7 +59,7 @@ def ls(cli: Cli) -> Listing:
 def restore(cli: Cli, number: Number) -> Note:
     """Move a file back to its original path.
 
-    The file is not used until `quire stream repair` or `quire kv repair` of its database.
+    The file is not used until `quire stream repair` or `quire kv repair` is run on its database.
     """
     with _owned(cli, [number]) as root:
         entry = put_back(OsDisk(), root, number)

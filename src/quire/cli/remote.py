@@ -108,7 +108,7 @@ def run_at_owner(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], 
         try:
             if function == "stream.append" and not given["record"]:
                 return _appended(owner, cli, given)
-            done = _asked(owner, cli, function, given, TerminalStyle.of(sys.stdout))
+            done = _run_at_owner(owner, cli, function, given, TerminalStyle.of(sys.stdout))
         except InvalidInput as error:
             if "runs no commands" in error.what:
                 raise locked from error
@@ -128,7 +128,7 @@ def _is_listed(function: str) -> bool:
     return name in FUNCTIONS.get(module, ())
 
 
-def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], style: TerminalStyle) -> CommandResult:
+def _run_at_owner(owner: Client, cli: Cli, function: str, given: dict[str, Any], style: TerminalStyle) -> CommandResult:
     """Return the owner's result, after asking the user the questions of the command."""
     answer = about = ""
     while True:
@@ -179,7 +179,9 @@ def _appended(owner: Client, cli: Cli, given: dict[str, Any]) -> int:
     first, count = -1, 0
     while block := next_lines():
         lines = [line.decode("utf-8", "surrogateescape") for line in block]
-        done = _asked(owner, Cli(cli.path, True), "stream.append", {**given, "record": lines}, TerminalStyle(0, False))
+        done = _run_at_owner(
+            owner, Cli(cli.path, True), "stream.append", {**given, "record": lines}, TerminalStyle(0, False)
+        )
         answer = json.loads(done.out)
         first, count = (answer["first"] if first < 0 else first), count + answer["count"]
     note: Note = appended(given["database"], max(first, 0), count)

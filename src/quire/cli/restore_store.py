@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import count_of, databases_text, moment, size
+from quire.cli.formatting import count_of, databases_text, size
 from quire.cli.lookup import AllowHttp, Endpoint, Moment, OwnerEpoch, Region, StoreId, moment_given, options_given
 from quire.cli.output import Facts, Note, Report
 from quire.cli.prompts import on_terminal
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.json_values import plain
 from quire.store import restoring
 from quire.store.info import StoreReader
@@ -44,7 +44,7 @@ def restore_store(
     """Restore a whole store from its bucket or a backup.
 
     DIR can be read at once, as of the restored moment; large files stay in the bucket and are read on demand. Without
-    --takeover nothing is claimed: a running owner continues, and DIR can be written after `quire takeover`. Credentials come
+    --takeover, a running owner stays the owner, and DIR is read-only until `quire takeover`. Credentials come
     from the environment (AWS_*, GOOGLE_*, AZURE_*).
     """
     at_ms = moment_given(at)
@@ -126,7 +126,7 @@ def _next_step(restored: Restored, *, takeover: bool, past: bool) -> str:
         return f"`quire verify --store {shlex.quote(restored.path)}` reads every byte; the store is writable"
     where = "" if restored.path == os.getcwd() else f" --store {shlex.quote(restored.path)}"
     if takeover:
-        return f"`quire serve{where}`, or open it: it is the owner now"
+        return f"`quire serve{where}`, or open it: it is now the owner"
     discard = " --discard" if past else ""
     return f"`quire ls{where}` reads it; `quire takeover{discard}{where}` makes it the owner"
 

@@ -24,12 +24,13 @@ from msgspec.structs import replace
 
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import bar, failure_of
 from quire.cli.lookup import Database, Yes, title_of
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import agreed, confirm
 from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
+from quire.core.clock import moment
 from quire.core.errors import InvalidInput, JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
 from quire.core.json_values import plain
 from quire.core.time_parsing import duration, parse_duration
@@ -105,7 +106,7 @@ def set_(
         ),
     ] = None,
 ) -> Facts:
-    """Change retention rules of a database; rules that are not named stay.
+    """Change retention rules of a database; rules that are not given stay unchanged.
 
     A value of 0 removes a rule. A snapshot is kept if any rule keeps it; without rules all are kept. This command drops
     nothing: the owner of the store applies the rules about once a minute.
@@ -149,7 +150,7 @@ def clear(cli: Cli, database: Database) -> Note:
         before = store.manifest.retention.get(database)
         if before is not None:
             store.manifest.retention.set(database, None)
-    text = f"{database} has no retention policy now" if before else f"{database} had no retention policy"
+    text = f"{database} no longer has a retention policy" if before else f"{database} had no retention policy"
     return Note(text=text, data={"database": database, "cleared": plain(before)})
 
 

@@ -87,7 +87,7 @@ def serve(
         addresses = [server.address for server in servers]
         token_file = admin_token or os.path.join(os.path.abspath(store.path), ADMIN_TOKEN)
         is_url = http and not http.startswith("http+unix:")  # libSQL's clients do not support it
-        _say(cli, addresses, _connection_string(servers[-1].address, token_file) if is_url else "")
+        _announce(cli, addresses, _connection_string(servers[-1].address, token_file) if is_url else "")
         try:
             while not ending.is_set():  # not `wait`: the signal handler that sets it runs in this thread
                 time.sleep(LOOK_SECONDS)
@@ -111,7 +111,7 @@ def _connection_string(address: str, token_file: str) -> str:
     return f"import libsql; connection = libsql.connect({url}, auth_token=open({file}).read().strip())"
 
 
-def _say(cli: Cli, addresses: list[str], connection_string: str) -> None:
+def _announce(cli: Cli, addresses: list[str], connection_string: str) -> None:
     """Print where the server listens, and flush. With --json to stderr: stdout is for one document, written at the end."""
     stream = sys.stderr if cli.as_json else sys.stdout
     for address in addresses:

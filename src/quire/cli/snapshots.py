@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import chain_text, count_of, moment, size, span, tags_text
+from quire.cli.formatting import chain_text, count_of, size, span, tags_text
 from quire.cli.lookup import (
     At,
     Database,
@@ -30,6 +30,7 @@ from quire.cli.lookup import (
 )
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
+from quire.core.clock import moment
 from quire.core.errors import UnknownSnapshot
 from quire.core.json_values import plain
 from quire.manifest import tables as t
@@ -281,7 +282,7 @@ def diff(
 ) -> Report:
     """Show what differs between two versions.
 
-    Compares slots, chunks, pages, and the WAL that only one of them pins. No page is read: versions share what is equal. For a
+    Compares slots, chunks, pages, and the WAL that only one of them pins. No page is read: versions share equal pages. For a
     database that is being written, `now` is the last sealed WAL segment, at most a minute old.
 
     With --rows, the tables whose pages differ are read, and the rows that were inserted (+), deleted (-) and updated (~) shown.

@@ -57,7 +57,7 @@ def import_(
     """Import a SQLite database, with its -wal file.
 
     It becomes a new database; with --replace, a new version of an existing one, of which only the changed pages are written,
-    and what was there before is kept as a snapshot. Other programs may read the file during the import. The result is read
+    and the previous content is kept as a snapshot. Other programs may read the file during the import. The result is read
     back and compared.
     """
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
@@ -270,7 +270,7 @@ def _where_to_write(database: str, at: str, why_read_only: str) -> str:
         fork = f"`quire fork {shlex.quote(database)} NEW --at {shlex.quote(at)}`"
         return f"an earlier version is read-only: {fork} creates a writable copy"
     if why_read_only == DISOWNED:
-        return "write to the owner; `quire doctor` shows what this directory is"
+        return "write to the owner; `quire doctor` shows the role of this directory"
     if why_read_only:
         return "have the process that owns the store serve it (`store.serve()`), or write there (`quire doctor` shows which)"
     return "the statement needs a database that is open for writing"

@@ -14,7 +14,6 @@ from quire.archive import clones as registered
 from quire.archive.standbys import Promoted, StandbyStatus
 from quire.archive.state_files import read_standby_state
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import moment
 from quire.cli.lookup import (
     AllowHttp,
     Endpoint,
@@ -31,6 +30,7 @@ from quire.cli.lookup import (
 from quire.cli.output import Listing, ListingRow, Note, until_interrupted
 from quire.cli.prompts import confirm
 from quire.cli.restore_store import abandoned_text
+from quire.core.clock import moment
 from quire.core.errors import ObjectNotFound
 from quire.core.json_values import plain
 from quire.durable.files import OsDisk
@@ -83,7 +83,7 @@ def standby(
         promoted = None
         if not promote_after or not follower.is_promoting:
             follower.poll()  # raises before anything is reported as followed
-        _say(cli, follower.status)
+        _announce(cli, follower.status)
         if not once:
             promoted = follower.run(promote_after=promote_after or None, stop=ending)
         status = follower.status
@@ -93,7 +93,7 @@ def standby(
     return Note(text=text, data={"promoted": None, **plain(status)})
 
 
-def _say(cli: Cli, status: StandbyStatus) -> None:
+def _announce(cli: Cli, status: StandbyStatus) -> None:
     """Report that following has begun, and flush: a program that starts this command in the background waits for the line."""
     stream = sys.stderr if cli.as_json else sys.stdout
     stream.write(f"following {status.store_id} (pid {os.getpid()})\n")
@@ -105,7 +105,7 @@ def promote(
     _cli: Cli,
     directory: Directory,
     discard: Annotated[
-        bool, Option("--discard", help="Give up what another owner wrote, or what the standby cannot apply.")
+        bool, Option("--discard", help="Discard what another owner wrote, or what the standby cannot apply.")
     ] = False,
     yes: Yes = False,
 ) -> Note:
@@ -122,7 +122,7 @@ def promote(
 
 def _promoted_note(promoted: Promoted) -> Note:
     text = (
-        f"{promoted.path} is the owner now, in owner epoch {promoted.owner_epoch}, with everything up to object "
+        f"{promoted.path} is now the owner, in owner epoch {promoted.owner_epoch}, with everything up to object "
         f"{promoted.position} of the former owner ({promoted.seconds:.1f} s)"
     )
     if promoted.dropped:
@@ -177,12 +177,12 @@ def _created_at(entry: registered.CloneRegistration) -> str:
 
 @command("release", clones, example="quire clones release --store ./copy")
 def release(cli: Cli) -> Note:
-    """Allow the parents of this clone to delete what they kept for it.
+    """Allow the parents of this clone to delete the objects they kept for it.
 
     Refused while the clone still reads objects of its parents.
     """
     released = cloning.release_clone(cli.path)
-    text = f"{', '.join(released.parents)} keeps nothing for {released.store_id} any more"
+    text = f"{', '.join(released.parents)} no longer keeps objects for {released.store_id}"
     return Note(text=text, data=released)
 
 
@@ -192,7 +192,7 @@ def forget(
     clone_id: Annotated[str, Argument(metavar="ID", help="The clone, as `quire clones ls` shows it.")],
     yes: Yes = False,
 ) -> Note:
-    """Stop keeping objects for a clone, in its parent. A clone that still exists loses what it reads."""
+    """Stop keeping objects for a clone, in its parent. A clone that still exists loses objects that it reads."""
     if not yes:
         confirm(f"stop keeping objects for {clone_id}?", "nothing was changed", {"forgotten": None})
     root = os.path.abspath(cli.path)

@@ -109,7 +109,7 @@ def _of_page(
         shown.append(replace(next(rows), disk_bytes=given[db_id]))
         if snapshots:
             shown += rows
-    total = "`quire info` shows what the store takes on disk"
+    total = "`quire info` shows the disk usage of the store"
     return shown, f"{more_text(last, wanted.sort)}\n{total}" if last else total
 
 

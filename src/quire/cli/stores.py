@@ -17,7 +17,6 @@ from quire.cli.formatting import (
     databases_text,
     drill_lines,
     kind_text,
-    moment,
     size,
     span,
     tags_text,
@@ -37,7 +36,7 @@ from quire.cli.lookup import (
 )
 from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.cli.prompts import confirm
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import Conflict, InvalidInput, UnknownDatabase
 from quire.core.json_values import plain
 from quire.core.reader_info import reader_text
@@ -286,9 +285,7 @@ def _purge(store: Store | Client, dropped: DroppedDatabase, yes: bool) -> Note:
             {"dropped": None},
         )
     gone = store.purge(dropped.db_id)
-    text = (
-        f"{gone.name} (id {gone.db_id}) cannot be brought back any more; its space is freed when nothing refers to it"
-    )
+    text = f"{gone.name} (id {gone.db_id}) can no longer be brought back; its space is freed when nothing refers to it"
     return Note(text=text, data={"dropped": gone, "until_ms": None})
 
 

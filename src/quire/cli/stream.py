@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli import manifest_log
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, pairs, size, span
+from quire.cli.formatting import count_of, pairs, size, span
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Database, Follow, suggesting_create
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import InvalidInput, StoreLocked
 from quire.core.timeline import skip_gap
 from quire.stream.gaps import after_records, before_records

@@ -107,8 +107,8 @@ def _fitted(cells: Sequence[str], plan: Plan) -> Iterator[str]:
     for number in range(max(map(len, columns))):
         yield _line([column[number] if number < len(column) else "" for column in columns], plan.widths, plan.right)
     texts = [f"{title}: {cell}" for title, cell in below if cell not in ("", "-")]
-    together = "; ".join(texts)
-    for part in [together] if texts and width_of(together) <= plan.width - INDENT else texts:
+    joined = "; ".join(texts)
+    for part in [joined] if texts and width_of(joined) <= plan.width - INDENT else texts:
         first, *others = wrapped(part, plan.width - INDENT - BETWEEN)
         yield " " * INDENT + first
         yield from (" " * (INDENT + BETWEEN) + line for line in others)

@@ -1,4 +1,4 @@
-"""The command `token create`: creates a signed token for some databases of a store, for a limited time if wanted."""
+"""The command `token create`: creates a signed token for some databases of a store, optionally for a limited time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def create(
     cli: Cli,
     db: Annotated[
         list[str] | None,
-        Option(metavar="DB", help="A database that it gives access to; repeatable.", show_default="all"),
+        Option(metavar="DB", help="A database that the token gives access to; repeatable.", show_default="all"),
     ] = None,
     ro: Annotated[bool, Option("--ro", help="Read-only.")] = False,
     attach: Annotated[
         list[str] | None,
-        Option(metavar="DB", help="A database that may be read, and attached by SQL on the others; repeatable."),
+        Option(metavar="DB", help="A database that may be read, and attached in SQL on the others; repeatable."),
     ] = None,
     ttl: Annotated[
-        str, Option(metavar="TIME", help="How long it is valid: 90s, 15m, 12h, 30d.", show_default="without limit")
+        str,
+        Option(metavar="TIME", help="How long the token is valid: 90s, 15m, 12h, 30d.", show_default="without limit"),
     ] = "",
 ) -> Report:
     """Create a token for clients of the SQL server (`quire serve --http`).

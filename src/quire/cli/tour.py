@@ -27,7 +27,7 @@ from quire.cli import tour_steps as steps
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.feed import summary
-from quire.cli.formatting import count_of, kind_text, moment, size, visible
+from quire.cli.formatting import count_of, kind_text, size, visible
 from quire.cli.job_progress import bar
 from quire.cli.output import (
     CliResult,
@@ -42,7 +42,7 @@ from quire.cli.output import (
     write_out,
 )
 from quire.cli.tour_steps import FORK, SHOP
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.core.errors import NameTaken, QuireError, UnknownArtifact
 from quire.core.ids import ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
@@ -92,7 +92,7 @@ NEXT = (
 def tour(
     cli: Cli, spark: Annotated[bool, Option("--spark", help="Run jobs and queries on Spark as well.")] = False
 ) -> CliResult:
-    """Show a store at work, step by step. Creates the store if it does not exist; can be repeated."""
+    """Demonstrate quire step by step. Creates the store if it does not exist; can be repeated."""
     guide = Guide(quiet=cli.as_json)
     began = CLOCK.monotonic()
     with quire.open(cli.path) as store:
@@ -131,7 +131,7 @@ def register(store: Store, guide: Guide) -> list[str]:
     for name in (*(name for name, _ in DATABASES), FORK):
         if name in present and not _is_tours(store, present[name]):
             raise NameTaken(
-                "a database of this name exists that is not the tour's",
+                "a database with this name exists, and the tour did not create it",
                 hint=f"`quire tour --store {DIRECTORY}` uses another store",
                 name=name,
             )

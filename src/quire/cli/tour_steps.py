@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.audit import WORDS
 from quire.cli.checkpoint import result_text
-from quire.cli.formatting import count_of, moment, size, span
+from quire.cli.formatting import count_of, size, span
 from quire.cli.gc import at_zero
 from quire.cli.jobs import state_text, summary
 from quire.cli.lookup import names_of
 from quire.cli.tree import nodes_of
-from quire.core.clock import SystemClock
+from quire.core.clock import SystemClock, moment
 from quire.manifest.records import RetentionRecord
 from quire.spark.sessions import session
 from quire.stream.state import Retention

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from quire.cli.declarations import Option, command
-from quire.cli.formatting import count_of, kind_text, moment, size
+from quire.cli.formatting import count_of, kind_text, size
 from quire.cli.lookup import LISTED, After, Kind, Limit, Prefix, Sort, Tag, limit_of, more_text
 from quire.cli.output import Node, Tree
 from quire.cli.snapshots import about, share_json
+from quire.core.clock import moment
 from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.core.json_values import plain
 from quire.manifest.kv_tables import table_holders

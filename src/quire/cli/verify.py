@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import JobSession, failure_of
 from quire.cli.lookup import DryRun, Runner, need_report_path, need_runner
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Report
+from quire.core.clock import moment
 from quire.core.time_parsing import parse_duration
 from quire.manifest.verification import file_problems
 

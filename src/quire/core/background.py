@@ -167,7 +167,7 @@ class Background:
         try:
             seconds = task.run()
         except Exception as error:  # tasks report their own errors; an unexpected one must not end the thread silently
-            emit("error", "background.task_failed", pool=self._name, error=f"{type(error).__name__}: {error}")
+            emit("error", "background.task_failed", pool=self._name, error=error)
             return None
         return None if seconds is None else self._clock.monotonic() + seconds
 

@@ -31,7 +31,7 @@ class SystemClock:
 def moment(at_ms: int) -> str:
     """Format milliseconds since the Unix epoch as a UTC time for display.
 
-    >>> moment(1_794_850_000_000)
-    '2026-11-16 17:26:40Z'
+    >>> moment(1_794_850_000_000), moment(0)
+    ('2026-11-16 17:26:40Z', 'never')
     """
-    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000))
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000)) if at_ms else "never"

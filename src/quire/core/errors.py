@@ -222,7 +222,7 @@ class QuotaExceeded(Unavailable):
 
 
 class NotArchived(Unavailable):
-    """The change is committed on this disk but not in the bucket, which did not answer in time (archive.mode = "sync")."""
+    """The change is committed on this disk but not in the bucket, which did not respond in time (archive.mode = "sync")."""
 
 
 class SparkUnavailable(Unavailable):

@@ -16,8 +16,11 @@ _LOUD = frozenset({"warning", "error"})
 
 
 def emit(level: str, event: str, /, **fields: Any) -> None:
-    """Emit one event. `level` is debug, info, warning or error; `event` is a dotted name such as `manifest.commit`."""
+    """Emit one event. `level` is debug, info, warning or error; `event` is a dotted name such as `manifest.commit`. A field
+    `error` may be an exception, which is shown with its type."""
     structlog = sys.modules.get("structlog")
+    if isinstance(error := fields.get("error"), BaseException):
+        fields["error"] = f"{type(error).__name__}: {error}"
     if structlog is not None and structlog.is_configured():
         getattr(structlog.get_logger("quire"), level)(event, **fields)
     elif level in _LOUD:

@@ -211,7 +211,7 @@ def _record(kind: type[msgspec.Struct]) -> Reader:
 
 
 def _either(kinds: tuple[Any, ...]) -> Reader:
-    """Return the reader for a union: an optional value, or several tagged records that `op` tells apart."""
+    """Return the reader for a union: an optional value, or several tagged records that `op` distinguishes."""
     rest = [kind for kind in kinds if kind is not NoneType]
     if len(rest) == 1:
         reader = _reader(rest[0])

@@ -390,7 +390,7 @@ class ArchiveSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int = 64 * MIB
     """Bytes that wait for the bucket in memory; more wait on disk."""
     backlog_bytes: int = 4 * GIB
-    """Bytes that wait on disk; beyond it the log is broken off, and a base follows when the bucket answers again."""
+    """Bytes that wait on disk; beyond it the log is broken off, and a base follows when the bucket responds again."""
     sync_seconds: float = 30.0
     """How long a call waits for the bucket in mode `sync` before it raises `NotArchived`."""
     close_seconds: float = 30.0

@@ -19,6 +19,7 @@ Pure functions. Raises `InvalidInput`, `UnknownSnapshot`.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime, time, timedelta, tzinfo
 
 from quire.core.errors import InvalidInput, UnknownSnapshot
@@ -143,6 +144,43 @@ def parse_version(text: str, *, now_ms: int, unknown: UnknownSnapshot) -> Epoch 
         hint = f"{unknown.hint}; {also}" if unknown.hint else also
         raise UnknownSnapshot(unknown.what, hint=hint, **unknown.where) from None
     return datetime.fromtimestamp(at_ms / 1000, UTC)
+
+
+def version_parameter(at: object) -> tuple[str, str]:
+    """Return a version as a parameter of a URL: a snapshot's name, an lsn or `Epoch`, or a time.
+
+    >>> version_parameter("monday"), version_parameter(4711)
+    (('at', 'monday'), ('epoch', '4711'))
+    """
+    if isinstance(at, str):
+        return "at", at
+    if isinstance(at, datetime):
+        if at.tzinfo is None:  # a text without a zone is UTC; a naive datetime is ambiguous
+            raise InvalidInput("a time needs a time zone", hint="use datetime(…, tzinfo=UTC)", at=str(at))
+        return "time", at.isoformat()
+    if isinstance(at, bool) or not isinstance(at, int | Epoch):
+        hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
+        raise InvalidInput("unknown way to name a version", hint=hint, at=repr(at))
+    return "epoch", str(at.lsn if isinstance(at, Epoch) else at)
+
+
+def requested_version(parameters: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the parameter of a URL that names a version, if there is one."""
+    requested = [(kind, parameters[kind]) for kind in ("at", "epoch", "time") if kind in parameters]
+    if len(requested) > 1:
+        asked = ", ".join(kind for kind, _ in requested)
+        raise InvalidInput("a URL can name only one version", hint="use one of at, epoch and time", asked=asked)
+    return requested[0] if requested else None
+
+
+def parse_epoch_or_time(kind: str, text: str, *, now_ms: int) -> int | datetime:
+    """Return the lsn or the time of a URL's parameter `epoch` or `time`."""
+    if kind == "time":
+        return datetime.fromtimestamp(parse_moment(text, kind, now_ms=now_ms) / 1000, UTC)
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidInput(f"the URL's {kind} cannot be read", hint="use an lsn", given=text) from None
 
 
 def parse_zone(name: str) -> tzinfo:

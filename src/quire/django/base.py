@@ -96,7 +96,7 @@ class DatabaseWrapper(base.DatabaseWrapper):
         return connection
 
     def is_usable(self) -> bool:
-        """Return whether the connection can be kept after an error; Django asks if it is persistent (`CONN_MAX_AGE`)."""
+        """Return whether the connection can be kept after an error; Django checks this if it is persistent (`CONN_MAX_AGE`)."""
         try:
             return is_usable(self.connection.apsw)
         except dbapi.NotSupportedError:

@@ -493,6 +493,12 @@ def read_all(disk: Disk, path: str) -> bytes:
         return file.read_at(file.size(), 0)
 
 
+def remove_if_exists(disk: Disk, path: str) -> None:
+    """Remove a file; do nothing if there is none."""
+    with suppress(FileNotFoundError):
+        disk.remove(path)
+
+
 def remove_tree(disk: Disk, path: str) -> None:
     """Remove a file, or a directory and its contents; a missing path is not an error.
 

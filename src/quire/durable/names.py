@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from uuid import UUID
 
 import msgspec
@@ -484,6 +485,11 @@ def load_number(name: str) -> int | None:
 
 
 # ── names chosen by users ─────────────────────────────────────────────────────────────────────────────────────────────
+def matches_any(name: str, patterns: Collection[str]) -> bool:
+    """Return whether a name is one of these, or matches one of them as a pattern."""
+    return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def check_name(kind: str, name: str) -> str:
     """Return `name` if it is valid for a database, snapshot or cursor; `kind` is used in error messages.
 

@@ -1,6 +1,6 @@
 """Bounds the number of open files: closes the descriptors of files that are not in use, and reopens them on the next use.
 
-A process has 1,024 descriptors unless it asked for more, and a store may have many more databases than that, each with a log
+A process has 1,024 descriptors by default, and a store may have many more databases than that, each with a log
 that is written occasionally. Engines therefore open the files they write through this `Disk`, and get a `File` as usual
 (docs/decisions/024-open-files.md).
 
@@ -239,7 +239,7 @@ class OpenFiles(DiskLayer):
                 if file is not None:
                     file.sync()
         except BaseException as error:
-            entry.is_dirty = True  # also if a signal handler raised: nobody knows whether the file is synced
+            entry.is_dirty = True  # also if a signal handler raised: it is unknown whether the file is synced
             if not isinstance(error, StorageFault):
                 raise
             emit("error", "files.sync_failed", path=entry.path, error=str(error))

@@ -18,7 +18,6 @@ be restored is taken, `Corruption` for a note that cannot be read, and what the 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 import msgspec
 
@@ -26,7 +25,7 @@ from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import AlreadyExists, Corruption, NotFound
 from quire.core.events import emit
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, read_all, remove_tree, write_atomic
+from quire.durable.files import Disk, read_all, remove_if_exists, remove_tree, write_atomic
 from quire.durable.names import QUARANTINE, QuarantinedFile, QuarantineNote, parse_path
 
 NOTE_BYTES_MAX = 64 * 1024
@@ -131,8 +130,7 @@ def remove(disk: Disk, root: str, number: int) -> None:
 def _forget(disk: Disk, root: str, number: int) -> None:
     """Remove the files of an entry, then its note: a crash in between leaves a note without a file."""
     remove_tree(disk, os.path.join(root, QUARANTINE, f"{number:08x}"))
-    with suppress(FileNotFoundError):
-        disk.remove(os.path.join(root, QuarantineNote(number=number).path))
+    remove_if_exists(disk, os.path.join(root, QuarantineNote(number=number).path))
     disk.sync_dir(os.path.join(root, QUARANTINE))
 
 

@@ -8,7 +8,7 @@
         return "shop"
 
     def test_an_order(quire_branch):
-        connection = quire_branch.connect()  # as the template was, and nobody else's
+        connection = quire_branch.connect()  # as the template was, and not shared
 
 The store is in pytest's temporary directory. Under xdist each worker is a process with its own store, so nothing is shared.
 """

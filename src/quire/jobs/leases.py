@@ -117,4 +117,4 @@ class LeaseKeeper:
             try:
                 self.beat()
             except Exception as error:  # without this thread every lease would be lost
-                emit("error", "worker.beat_failed", error=f"{type(error).__name__}: {error}")
+                emit("error", "worker.beat_failed", error=error)

@@ -170,7 +170,7 @@ class Upkeep:
                 except (StoreClosed, StoreUnusable):
                     return
                 except Exception as error:  # a loop that ended silently would be worse than any failed round
-                    emit("error", "upkeep.round_failed", error=f"{type(error).__name__}: {error}")
+                    emit("error", "upkeep.round_failed", error=error)
 
     def run_once(self) -> Round:
         """Run a complete round, and all jobs that are due, in this thread."""

@@ -102,12 +102,12 @@ class _RetentionRun(BatchRun[LeasedJob]):
     """One run over the retention jobs of many databases."""
 
     def __init__(self, manifest: ManifestStore, force: bool, only: Mapping[int, Collection[int]]) -> None:
-        super().__init__(manifest, JobKind.RETENTION, LeasedJob, payload=self._asked, lease_seconds=LEASE_SECONDS)
+        super().__init__(manifest, JobKind.RETENTION, LeasedJob, payload=self._payload_of, lease_seconds=LEASE_SECONDS)
         self._force = force
         self._only = only
         self._failures: list[tuple[LeasedJob, QuireError]] = []
 
-    def _asked(self, db_id: int) -> dict[str, object] | None:
+    def _payload_of(self, db_id: int) -> dict[str, object] | None:
         asked: dict[str, object] = {"force": True} if self._force else {}
         if db_id in self._only:
             asked["only"] = sorted(self._only[db_id])

@@ -6,7 +6,7 @@ Terms
   tools    access to the bytes of the store from this process: segments and chunks, object stores, the disk
   split    turns one input into (key, value) pairs; the values of one key are brought together
   join     makes one result from all values of a key
-  tell     yields (number, value) pairs for what a task finds; a number that is `None` matches nothing
+  find     yields (number, value) pairs for what a task finds; a number that is `None` matches nothing
 
 A `QuireError` of a task is the result of that task and ends nothing else: a run over a thousand databases does not fail because
 of one of them. Any other exception ends the run. Results come in any order, and the number of tasks in progress is bounded, so
@@ -104,7 +104,7 @@ def results_of(answers: Iterator[TaskResult[K, R]]) -> Iterator[tuple[K, R]]:
 Split = Callable[[P, Tools], Iterable[tuple[Key, V]]]
 Join = Callable[[Key, T | None, list[V], Tools], R]
 Run = Callable[[T, Tools], R]
-Tell = Callable[[T, Tools], Iterable[tuple[int | None, V]]]
+Find = Callable[[T, Tools], Iterable[tuple[int | None, V]]]
 
 
 def no_tick(_done: int, _total: int) -> None:
@@ -176,7 +176,7 @@ class Runner(Protocol):
         """
 
     def unmatched(
-        self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
+        self, find: Find[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
     ) -> Iterator[tuple[int | None, V | None]]:
         """Compare what the tasks find with the expected numbers, and yield only the differences: pairs whose number is `None`
         or not expected, and (number, `None`) for each expected number that no task found.
@@ -244,13 +244,13 @@ class ThreadRunner:
         yield from self._run_all(intact, run, len(intact), tick)
 
     def unmatched(
-        self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
+        self, find: Find[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
     ) -> Iterator[tuple[int | None, V | None]]:
         """See `Runner`."""
         seen = np.zeros(len(expected), np.bool_)
 
         def run(task: T) -> list[tuple[int | None, V]]:
-            unknown, pairs = list[tuple[int | None, V]](), iter(tell(task, self._tools))
+            unknown, pairs = list[tuple[int | None, V]](), iter(find(task, self._tools))
             while block := list(islice(pairs, BLOCK)):
                 # 0 stands for `None` only until the last mask below: 0 itself may be an expected number.
                 numbers = np.array([number or 0 for number, _ in block], np.uint64)

@@ -242,7 +242,7 @@ class Worker:
             except (StoreClosed, StoreUnusable):
                 return
             except Exception as error:  # a slot that ended silently would be worse than any failure of its jobs
-                emit("warning", "worker.cannot_take", error=f"{type(error).__name__}: {error}")
+                emit("warning", "worker.cannot_take", error=error)
                 stopping.wait(POLL_SECONDS)
 
     def _take_one(self, stopping: threading.Event) -> bool:

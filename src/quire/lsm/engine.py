@@ -107,8 +107,8 @@ class KvEngine:
         In a store that was opened for reading, return the database for reading only."""
         with self._lock:
             self._require()
-            if create and isinstance(db, str) and not self._is_known(db):
-                db = self._manifest.register_db(db, DbKind.LSM)
+            if create and isinstance(db, str):
+                db = self._manifest.find_or_register(db, DbKind.LSM)
             with self._manifest.read() as txn:
                 db_id, record = txn.live(db, DbKind.LSM)
             kv = self._open.get(db_id)
@@ -140,7 +140,7 @@ class KvEngine:
             try:
                 kv.close()
             except Exception as error:  # the next `open` recovers it, and the other databases are closed
-                emit("error", "lsm.close_failed", db_id=db_id, error=f"{type(error).__name__}: {error}")
+                emit("error", "lsm.close_failed", db_id=db_id, error=error)
         return count
 
     def _open_to_read(self, db_id: int, record: DbRecord) -> Kv:
@@ -250,10 +250,6 @@ class KvEngine:
                 emit("warning", "lsm.repaired", name=record.name, db_id=db_id, lost=len(report.lost))
                 self.open(db_id)
             return report
-
-    def _is_known(self, name: str) -> bool:
-        with self._manifest.read() as txn:
-            return bool(name) and txn.get(t.DB_NAMES, name) is not None
 
     def _path(self, relative: str) -> str:
         return f"{self._root}/{relative}"

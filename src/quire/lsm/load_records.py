@@ -9,13 +9,12 @@ Threads: the holder of the compaction lock writes; any thread reads. Raises the 
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 
 import msgspec
 
 from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import Corruption
-from quire.durable.files import Disk, read_all, write_atomic
+from quire.durable.files import Disk, read_all, remove_if_exists, write_atomic
 from quire.durable.names import TEMPORARY, LsmHome, load_number
 
 RECORDS_KEPT = 1_024
@@ -39,8 +38,7 @@ def write_load_record(disk: Disk, home: LsmHome, record: LoadRecord) -> None:
 
 def remove_load_record(disk: Disk, home: LsmHome, number: int) -> None:
     """Remove the record of a load, if there is one."""
-    with suppress(FileNotFoundError):
-        disk.remove(home.load(number))
+    remove_if_exists(disk, home.load(number))
 
 
 def read_load_record(disk: Disk, home: LsmHome, number: int) -> LoadRecord | None:
@@ -73,7 +71,7 @@ def resolve_load_records(disk: Disk, home: LsmHome, live: Collection[int]) -> No
                 disk.remove(f"{home.path}/loads/{name}")
             continue
         record = read_load_record(disk, home, number)
-        assert record is not None, "nobody else is here"
+        assert record is not None, "no other thread removes records"
         if not record.done:
             if not set(record.ids) <= set(live):
                 remove_load_record(disk, home, number)

@@ -370,7 +370,7 @@ class Manifest(ClosedOnExit):
         try:
             # A second checkpoint since the last record would leave LMDB two lives behind: an open refuses that.
             if not self.is_log_recorded:
-                raise StoreUnusable("the log's life is not recorded", hint="open the database again")
+                raise StoreUnusable("the log's salt is not recorded", hint="open the database again")
             self._checkpoint()
         except Exception as second:
             if self._failure is None:

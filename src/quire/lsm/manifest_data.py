@@ -4,7 +4,7 @@ Only `ManifestData.apply` changes the state, and it never fails: invalid events 
 is idempotent, so replaying any prefix of a log twice gives the same state; therefore frozen WALs and tables are ordered by
 number, not by event. `last_lsn` and `next_sst_id` only rise, and `version` rises with every change.
 
-Errors carry one of the design document's five kinds as `error.where["kind"]`; the class tells the caller how to react.
+Errors carry one of the design document's five kinds as `error.where["kind"]`; the class shows the caller how to react.
 
 Threads: values; any. The encoding is in manifest_format.py."""
 

@@ -77,7 +77,7 @@ class KvProjection:
                     return
                 ops: list[Op] = [RecordLsmEnds(self._db_id, reached)]
                 if reached.last_lsn > (self._recorded.last_lsn if self._recorded is not None else 0):
-                    # Ends are not in the feed: this tells it that rows were written.
+                    # Ends are not in the feed: this shows it that rows were written.
                     ops.append(FoldLsm(self._db_id, []))
                 self._manifest.submit(ops).result()
                 self._recorded = reached

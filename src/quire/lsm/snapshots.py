@@ -9,7 +9,6 @@ Threads: any. Raises the disk's errors and `Corruption`."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +16,7 @@ import msgspec
 from quire.core.closing import ClosedOnExit
 from quire.core.errors import Corruption, StoreClosed
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, remove_tree, write_atomic
+from quire.durable.files import Disk, remove_if_exists, remove_tree, write_atomic
 from quire.durable.log_writer import LogWriter
 from quire.durable.names import LsmHome
 from quire.lsm.manifest import read_manifest
@@ -161,6 +160,5 @@ class FrozenKv(KvRanges, ClosedOnExit):
 
 def remove_home(disk: Disk, path: str) -> None:
     """Remove the directory of a copy or database, its manifest snapshot first: without that a copy is incomplete."""
-    with suppress(FileNotFoundError):
-        disk.remove(LsmHome(path).manifest_snapshot)
+    remove_if_exists(disk, LsmHome(path).manifest_snapshot)
     remove_tree(disk, path)

@@ -20,13 +20,12 @@ Threads: any. Raises the errors of writing a file."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from contextlib import suppress
 
 import msgspec
 
-from quire.core.decoding import UNDECODABLE, described
+from quire.core.decoding import UNDECODABLE, decode_with_digest, encode_with_digest
 from quire.core.errors import StorageFault
 from quire.core.events import emit
 from quire.durable.files import OsDisk, read_all, write_atomic
@@ -79,8 +78,7 @@ def point_of(env: ManifestEnv) -> CheckedPoint:
 def read_point(env: ManifestEnv) -> CheckedPoint | None:
     """Return the stored point of this manifest; `None` if there is no valid one."""
     try:
-        line, _, check = read_all(OsDisk(), env.path + SUFFIX).partition(b"\n")
-        point = msgspec.json.decode(line, type=described(CheckedPoint)) if check == _digest(line) else None
+        point = decode_with_digest(read_all(OsDisk(), env.path + SUFFIX), CheckedPoint)
     except (FileNotFoundError, StorageFault, *UNDECODABLE):
         return None
     with ReadTxn(env) as txn:
@@ -95,9 +93,8 @@ def write_point(env: ManifestEnv, point: CheckedPoint) -> None:
     """Store a point. A failure does no harm: the next open checks more."""
     if not point.sequence:
         return  # a store that is being created: nothing to record
-    line = msgspec.json.encode(point)
     try:
-        write_atomic(OsDisk(), env.path + SUFFIX, line + b"\n" + _digest(line))
+        write_atomic(OsDisk(), env.path + SUFFIX, encode_with_digest(point))
     except StorageFault as error:
         emit("warning", "manifest.point_not_written", path=env.path + SUFFIX, error=str(error))
     else:
@@ -111,7 +108,3 @@ def forget_point(env: ManifestEnv) -> None:
     with suppress(FileNotFoundError):
         OsDisk().remove(env.path + SUFFIX)
         OsDisk().sync_dir(os.path.dirname(env.path) or ".")
-
-
-def _digest(line: bytes) -> bytes:
-    return hashlib.sha256(line).hexdigest().encode() + b"\n"

@@ -497,7 +497,7 @@ def access_error(path: str, *, write: bool) -> QuireError | None:
     """Return an error that names the file or directory of the manifest at `path` this user lacks rights to, or None."""
     folder, lock = os.path.dirname(path) or ".", f"{path}-lock"
     if not _may(folder, os.X_OK):
-        return StorageFault("this user may not enter the manifest's directory", hint="`chmod +x` it", path=folder)
+        return StorageFault("this user may not access the manifest's directory", hint="`chmod +x` it", path=folder)
     if not os.path.exists(path):
         if not _may(folder, os.W_OK):
             return NotWritable(

@@ -336,7 +336,7 @@ class JobQueue:
     def requeue_all(self) -> int:
         """Requeue, after a restore or a takeover, all jobs in flight; return how many.
 
-        Their workers belong to another owner. No failure is counted: nobody knows how the attempts ended (A10).
+        Their workers belong to another owner. No failure is counted: it is unknown how the attempts ended (A10).
         """
         in_flight, now = self.jobs(JobState.IN_FLIGHT), self._manifest.clock.now_ms()
         for job in in_flight:

@@ -15,7 +15,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import LsmTableRecord
 
 Identity = tuple[int, int, int, int]
-"""What tells one table from another: (id, bytes, newest lsn, checksum)."""
+"""What identifies a table: (id, bytes, newest lsn, checksum)."""
 
 
 def table_holders(txn: ReadTxn) -> Tally[Identity]:

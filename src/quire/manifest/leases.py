@@ -179,7 +179,7 @@ class VersionLeases:
     ) -> int:
         """Lease these versions, in a new lease or as part of an existing one; return its id. Durable on return."""
         if not 0 < seconds <= LEASE_SECONDS_MAX:
-            raise InvalidInput("a version can be lent for at most seven days", seconds=seconds)
+            raise InvalidInput("a version can be held for at most seven days", seconds=seconds)
         self.expire()
         parts = {part.db_id: part for part in lent}
         if lease_id:
@@ -225,7 +225,7 @@ class VersionLeases:
         """Return the first (label, database) of a lease with labels above `after`, up to `last`. Raises `LeaseExpired`."""
         with self._lock:
             lease = self._leases.get(lease_id)
-            if lease is None or not self._lives(lease):
+            if lease is None or not self._is_live(lease):
                 raise _ended(lease_id)
             if lease.by_label is None:
                 lease.by_label = sorted((part.label, part.db_id) for part in lease.lent.values())
@@ -248,7 +248,7 @@ class VersionLeases:
                 (
                     HeldVersion(part.label, part.db_id, lease_id, part.lsn)
                     for lease_id, lease in leases
-                    if self._lives(lease)
+                    if self._is_live(lease)
                     for part in lease.lent.values()
                 ),
                 key=lambda version: version.lease_id,
@@ -274,7 +274,7 @@ class VersionLeases:
         """Renew a lease and all others of its holder; raises `LeaseExpired` if it has ended."""
         with self._lock:
             lease = self._leases.get(lease_id)
-            if lease is None or not self._lives(lease):
+            if lease is None or not self._is_live(lease):
                 raise _ended(lease_id)
             rows: list[Op] = []
             now, now_ms = self._clock.monotonic(), self._clock.now_ms()
@@ -302,7 +302,7 @@ class VersionLeases:
     def expire(self) -> int:
         """Drop the rows of expired leases; return how many leases expired."""
         with self._lock:
-            late = {lease_id: lease for lease_id, lease in self._leases.items() if not self._lives(lease)}
+            late = {lease_id: lease for lease_id, lease in self._leases.items() if not self._is_live(lease)}
             for lease_id in late:
                 del self._leases[lease_id]
         if late:
@@ -342,7 +342,7 @@ class VersionLeases:
             needed = [
                 (lease.opened_ms, now_ms + int((lease.deadline - now) * 1000) + 1)
                 for lease in self._leases.values()
-                if self._lives(lease) and lease.needs(origin)
+                if self._is_live(lease) and lease.needs(origin)
             ]
             if self._doubt_until > now:
                 needed.append((0, now_ms + int((self._doubt_until - now) * 1000) + 1))
@@ -352,21 +352,21 @@ class VersionLeases:
     def copies(self, db_id: int) -> set[int]:
         """Return the numbers of the directories that live leases on a key-value set read."""
         with self._lock:
-            leases = [lease for lease in self._leases.values() if self._lives(lease)]
+            leases = [lease for lease in self._leases.values() if self._is_live(lease)]
             return {lease.lent[db_id].copy for lease in leases if db_id in lease.lent} - {0}
 
     def is_lent(self, db_id: int) -> bool:
         """Return whether a live lease is on a version of a database: its row is needed to load the lease after a restart."""
         with self._lock:
-            leases = [lease for lease in self._leases.values() if self._lives(lease)]
+            leases = [lease for lease in self._leases.values() if self._is_live(lease)]
             return any((part := lease.lent.get(db_id)) is not None and part.lsn for lease in leases)
 
     def count(self) -> int:
         """Return the number of live leases."""
         with self._lock:
-            return sum(map(self._lives, self._leases.values()))
+            return sum(map(self._is_live, self._leases.values()))
 
-    def _lives(self, lease: _Lease) -> bool:
+    def _is_live(self, lease: _Lease) -> bool:
         return lease.deadline > self._clock.monotonic()
 
 
@@ -393,7 +393,7 @@ def _label(part: LentVersion) -> dict[str, str]:
 
 def _ended(lease_id: int) -> LeaseExpired:
     hint = "request the version again; create a snapshot to keep one for longer"
-    return LeaseExpired("the lent version is no longer kept", hint=hint, lease_id=lease_id)
+    return LeaseExpired("the leased version is no longer kept", hint=hint, lease_id=lease_id)
 
 
 def _mark(row: ReaderRecord) -> tuple[int, int]:

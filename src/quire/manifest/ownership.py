@@ -1,6 +1,6 @@
 """Take ownership of a manifest: the steps before anything may be written.
 
-Order: migrate → check what changed since the checked point (N3) → repair, if the caller asked for it → move cursors
+Order: migrate → check what changed since the checked point (N3) → repair, if the caller requested it → move cursors
 into the retained range → read the next ids → start the writer. A database or a counter that breaks a rule is closed,
 and everything else works; a manifest that breaks any other rule is refused, with the rows named.
 

@@ -61,12 +61,12 @@ def _walk(path: str) -> None:
         lmdb.open(path, subdir=False, readonly=True, create=False, max_dbs=_TABLES_MAX) as env,
         env.begin() as txn,
     ):
-        _say("the list of tables")
+        _write_line("the list of tables")
         for name in [bytes(name) for name in txn.cursor().iternext(keys=True, values=False)]:
-            _say(f"table {name.decode(errors='replace')}")
+            _write_line(f"table {name.decode(errors='replace')}")
             table = env.open_db(name, txn=txn, create=False)
             _walk_table(txn.cursor(db=table), int(txn.stat(db=table)["entries"]))
-    _say(_SOUND)
+    _write_line(_SOUND)
 
 
 def _walk_table(cursor: Any, rows: int) -> None:
@@ -81,6 +81,6 @@ def _walk_table(cursor: Any, rows: int) -> None:
         sys.exit("it has fewer rows than its count")
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

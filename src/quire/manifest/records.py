@@ -77,7 +77,7 @@ class DbRecord(Record, frozen=True):
 
     @property
     def title(self) -> str:
-        """The name that users know it by, or knew before it was dropped."""
+        """The name that users see, or saw before it was dropped."""
         return self.former_name or self.name
 
 
@@ -444,7 +444,7 @@ class LsmLogEnd(Record, frozen=True):
 
 
 class LsmEndsRecord(Record, frozen=True):
-    """The acknowledged ends of a key-value database's logs, stored apart from the bytes they vouch for."""
+    """The acknowledged ends of a key-value database's logs, stored separately, so that a lost end is detected."""
 
     manifest: LsmLogEnd
     snapshot_crc32: UInt = 0
@@ -625,11 +625,11 @@ class IdempotencyRecord(Record, frozen=True):
 
 # ── readers, metrics, housekeeping ────────────────────────────────────────────────────────────────────────────────────
 LABEL_TAG = "quire.label"
-"""The tag with the name under which a holder of leases asks for a version (`leases.py`)."""
+"""The tag with the name under which a holder of leases requests a version (`leases.py`)."""
 
 
 class ReaderRecord(Record, frozen=True):
-    """A remote reader's lease on a version of a database; `view` is the version as a value, if the reader asks for it later."""
+    """A remote reader's lease on a version of a database; `view` is the version as a value, if the reader requests it later."""
 
     snapshot_lsn: UInt
     opened_at_ms: UInt

@@ -63,7 +63,7 @@ class Recount:
                     # First: if the process dies during the check below, the next open must not believe the point.
                     forget_point(self._env)
                     self._close_broken()  # checks everything; raises if the whole store is broken
-                    self._left.clear()  # not before: `finish` asks without the lock, and its caller deletes
+                    self._left.clear()  # not before: `finish` checks without the lock, and its caller deletes
                     return
                 # Only when it has passed: a check that raised is left, and `finish` does not let its caller delete.
                 self._left.popleft()

@@ -49,7 +49,7 @@ EXPIRED = "expired"
 WINDOW = "for time travel"
 """Reason to keep a snapshot that a checkpoint keeps for the window of time travel."""
 
-LENT = "lent to a reader"
+LENT = "held for a reader"
 """Reason to keep a snapshot that the service made for a reader, until it expires."""
 
 FORKS = "forks are made from it"

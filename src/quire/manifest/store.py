@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import lmdb
@@ -296,6 +297,12 @@ class ManifestStore(ClosedOnExit):
         )
         self.submit([RegisterDb(db_id, t.DB.codec.checked(record))]).result()
         return db_id
+
+    def find_or_register(self, name: str, kind: DbKind) -> int:
+        """Return the id of the database with this name; register one of this kind if there is none."""
+        with suppress(UnknownDatabase), self.read() as txn:
+            return txn.database_id(name)
+        return self.register_db(name, kind)
 
     def update_db_status(self, db_id: int, status: DbStatus) -> ManifestGuard:
         """Make a database writable or read-only, or (TOMBSTONED) drop it."""

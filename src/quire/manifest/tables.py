@@ -72,10 +72,8 @@ _LOGGED, _LOCAL, _DERIVED = Policy.LOGGED, Policy.LOCAL, Policy.DERIVED
 _ARTIFACT = "origin_db_id u32, kind u8, id u32, generation u32, delta_id u16"
 
 # ── logged ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-DB = Table("db", "db_id u32", r.DbRecord, _LOGGED, "identity, configuration and life of a database")
-WAL_STATE = Table(
-    "wal_state", "db_id u32, shard u16", r.WalStateRecord, _LOGGED, "how far the WAL has come; flush gate"
-)
+DB = Table("db", "db_id u32", r.DbRecord, _LOGGED, "identity, configuration and status of a database")
+WAL_STATE = Table("wal_state", "db_id u32, shard u16", r.WalStateRecord, _LOGGED, "progress of the WAL; flush gate")
 WAL_CATALOG = Table("wal_catalog", "db_id u32, segment_id u32", r.WalRecord, _LOGGED, "WAL artifacts and their states")
 WAL_MANIFEST = Table(
     "wal_manifest",
@@ -119,7 +117,7 @@ TIMELINE = Table(
     "first_number u64",
     r.TimelineRecord,
     _LOGGED,
-    "takeovers and restores: where numbers go on, and what was before",
+    "takeovers and restores: where numbering continues, and where it ended before",
 )
 SNAPSHOT_INDEX = Table(
     "snapshot_index",
@@ -128,7 +126,7 @@ SNAPSHOT_INDEX = Table(
     _LOGGED,
     "snapshots: leaf keys, pinned segments, anchor",
 )
-RETENTION = Table("retention", "db_id u32", r.RetentionRecord, _LOGGED, "which snapshots are kept, which are made")
+RETENTION = Table("retention", "db_id u32", r.RetentionRecord, _LOGGED, "which snapshots are kept, which are created")
 LSM_CATALOG = Table(
     "lsm_catalog",
     "db_id u32, sst_id u64",
@@ -142,24 +140,24 @@ MIRROR_DATABASE = Table(
     "mirror_id u64, db_id u32",
     r.MirrorDatabaseRecord,
     _LOGGED,
-    "which version of a database a mirror's target holds",
+    "version of a database that a mirror's target holds",
 )
 MIRROR_BATCH = Table(
     "mirror_batch",
     "mirror_id u64, batch_id u64, db_id u32",
     r.MirrorDatabaseRecord,
     _LOGGED,
-    "what a run writes: of a batch that may or may not be in the target yet",
+    "databases that a run writes, in a batch that may not be in the target yet",
 )
 AUDIT = Table(
     "audit",
     "db_id u32, at_ms u64, sequence u64, ordinal u32",
     r.AuditRecord,
     _LOGGED,
-    "what happened to a database: snapshots, forks, uploads, deletions",
+    "history of a database: snapshots, forks, uploads, deletions",
 )
 RETIRED = Table(
-    "retired", "digest raw", r.RetiredRecord, _LOGGED, "objects that nothing needs now and archived moments need"
+    "retired", "digest raw", r.RetiredRecord, _LOGGED, "unreferenced objects that archived moments still need"
 )
 JOB_QUEUE = Table("job_queue", "job_id u64", r.JobRecord, _LOGGED, "durable work items")
 JOB_PENDING_INDEX = Table(
@@ -200,8 +198,8 @@ SNAPSHOT_READERS = Table(
 )
 SNAPSHOT_FLOOR = Table("snapshot_floor", "db_id u32", r.FloorRecord, _LOCAL, "lowest version still readable")
 METRICS = Table("metrics", "scope u32, metric_kind u32", r.MetricRecord, _LOCAL, "rolling metrics")
-IDEMPOTENCY = Table("idempotency", "key raw", r.IdempotencyRecord, _LOCAL, "answers to keyed batches")
-JOB_LEASES = Table("job_leases", "job_id u64", r.JobLeaseRecord, _LOCAL, "who works on a job, and progress")
+IDEMPOTENCY = Table("idempotency", "key raw", r.IdempotencyRecord, _LOCAL, "results of batches with an idempotency key")
+JOB_LEASES = Table("job_leases", "job_id u64", r.JobLeaseRecord, _LOCAL, "worker and progress of a running job")
 LSM_ENDS = Table("lsm_ends", "db_id u32", r.LsmEndsRecord, _LOCAL, "acknowledged ends of key-value databases' logs")
 FOLLOWED_FILES = Table(
     "followed_files", "db_id u32", r.FollowedFileRecord, _LOCAL, "SQLite files that the owner follows"
@@ -211,7 +209,7 @@ REPLICA_POSITIONS = Table(
     "db_id u32, generation u32, frame u32",
     r.ReplicaPositionRecord,
     _LOCAL,
-    "versions that embedded replicas have",
+    "versions that embedded replicas hold",
 )
 META = Table("meta", "name text", r.MetaRecord, _LOCAL, "facts about this environment")
 LAST_VERIFICATION = "last_verification"

@@ -45,7 +45,7 @@ class Writability:
         self._checked = generations
 
     def _require_active(self) -> None:
-        """Raise unless the database's row says that it accepts writes."""
+        """Raise unless the database accepts writes, according to its row."""
         with self._manifest.read() as txn:
             record = txn.database(self._db_id)
         if record is None or record.status is DbStatus.TOMBSTONED:

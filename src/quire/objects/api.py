@@ -262,7 +262,7 @@ def past_the_end(key: str, offset: int, length: int, size_bytes: int | None) -> 
     """Return the error for a range that the object does not cover."""
     return OutOfRange(
         "the object ends before the range does",
-        hint="if its catalog row promises more bytes the object is truncated: run `quire verify`",
+        hint="if its catalog row records more bytes, the object is truncated: run `quire verify`",
         key=key,
         offset=offset,
         length=length,
@@ -278,7 +278,7 @@ def check_digest_before_put(key: str, data: Buffer, sha256: bytes | None) -> Non
     if actual != sha256:
         raise ChecksumMismatch(
             "the data changed between hashing and storing it; nothing was stored",
-            hint="put it again from its source; if it repeats, test the machine's memory",
+            hint="put it again from its source; if the error persists, test the machine's memory",
             key=key,
             expected=sha256.hex(),
             actual=actual.hex(),

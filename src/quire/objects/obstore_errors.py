@@ -115,7 +115,7 @@ def translate(error: Exception, *, doing: str, store: str, key: str | None) -> Q
             )
         case ErrorMeaning.DENIED:
             return AccessDenied(
-                f"the object store refused the credentials while {doing}: {text}",
+                f"the object store rejected the credentials while {doing}: {text}",
                 hint=with_endpoint(
                     "check the credentials in the environment or in quire.toml, and their permissions", full
                 ),

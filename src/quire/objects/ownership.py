@@ -31,12 +31,11 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 
 import msgspec
 from msgspec.structs import replace
 
-from quire.core.clock import Clock
+from quire.core.clock import Clock, moment
 from quire.core.decoding import UNDECODABLE, described
 from quire.core.errors import (
     AlreadyExists,
@@ -431,7 +430,7 @@ class Ownership:
             claimed = self._claimed(newest)
             epoch = claimed.epoch if claimed is not None else max(highest, self._epoch) + 1
             # The bucket first: an epoch that only this directory's manifest has would depose, when the directory is opened
-            # again, an owner that nobody could warn.
+            # again, an owner that could not be warned.
             if not claim_epoch(self._place(), self._disk, self._root, self._store_id, epoch, self._clock.now_ms()):
                 what = f"another directory has claimed owner epoch {epoch} at the same moment"
                 raise StoreFenced(what, hint=TAKE_OVER, path=self._root, epoch=self._epoch)
@@ -542,7 +541,7 @@ def superseded_owner(
     """Return the error for a directory that is not the newest owner of its bucket."""
     if successor == no_successor(epoch):
         what = f"{successor_text} and has no owner: it can only be read"
-        hint = f"{READ_ONLY_COMMANDS}; `quire takeover` makes it the owner, or says what the archive has beyond it"
+        hint = f"{READ_ONLY_COMMANDS}; `quire takeover` makes it the owner, or shows which changes only the archive has"
         return StoreFenced(what, hint=hint, path=root, epoch=epoch)
     session = recorded.session if recorded is not None else 0
     which = "this directory is a copy of the store, or the store was copied or restored elsewhere"
@@ -575,6 +574,6 @@ def _owner_text(owner: OwnerObject | None) -> str:
     if owner is None or not owner.host:
         return "unknown"
     # Bounded on both sides: a time that cannot be shown must not keep an owner from fencing itself.
-    when = datetime.fromtimestamp(min(max(owner.created_at_ms, 0), 253_402_300_799_000) / 1000, UTC)
+    when = moment(min(max(owner.created_at_ms, 1), 253_402_300_799_000))
     host = "".join(char for char in owner.host[:64] if char.isprintable())
-    return f"process {owner.pid} on {host}, {when:%Y-%m-%d %H:%M:%S} UTC"
+    return f"process {owner.pid} on {host}, {when}"

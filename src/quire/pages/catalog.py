@@ -68,7 +68,9 @@ def config_hash(shape: PageShape, compression: Compression) -> bytes:
 
 def check_hash(db_id: int, record: DbRecord, shape: PageShape) -> None:
     """Raise `ConfigMismatch` if the hash of a database is not that of its shape."""
-    if record.config_hash and record.config_hash not in [config_hash(shape, each) for each in Compression]:
+    if record.config_hash and record.config_hash not in [
+        config_hash(shape, compression) for compression in Compression
+    ]:
         raise ConfigMismatch(
             "the database's page size or chunk size differs from when it was created",
             hint="open it with the version of quire that created it",

@@ -288,7 +288,7 @@ def unpack_frame(stored: Bytes, place: FramePlace, name: str, **where: Any) -> B
     where |= {"frame": place.number, "offset": place.offset, "length": place.length}
     if len(stored) != place.length or crc64(stored) != place.crc64:
         raise mismatch("a frame fails its checksum", name, **where)
-    # A frame that compression did not make smaller is stored plain, so the length alone tells the two forms apart.
+    # A frame that compression did not make smaller is stored plain, so the length alone distinguishes the two forms.
     if place.length == place.plain_bytes:
         return stored
     try:

@@ -211,7 +211,7 @@ class PageEngine:
             try:
                 store.close()
             except Exception as error:  # the next open recovers it, and the ticker and other databases go on (M12)
-                emit("error", "pages.close_failed", db_id=db_id, error=f"{type(error).__name__}: {error}")
+                emit("error", "pages.close_failed", db_id=db_id, error=error)
             self._forget(store)
             return True
         finally:
@@ -541,7 +541,7 @@ class PageEngine:
             try:
                 store.close()
             except Exception as error:
-                emit("error", "pages.close_failed", db_id=store.db_id, error=f"{type(error).__name__}: {error}")
+                emit("error", "pages.close_failed", db_id=store.db_id, error=error)
                 if isinstance(error, QuireError) and not poisoned:
                     failures.append(error)
             self._forget(store)

@@ -50,7 +50,7 @@ class Floors:
         self._started_at = clock.monotonic()
         self._started_ms = clock.now_ms()
         with manifest.read() as txn:
-            # Before this run writes any row: the newest heartbeat tells when the former owner was last alive.
+            # Before this run writes any row: the newest heartbeat shows when the former owner was last alive.
             rows = [row for _, row in reader_rows(txn) if row is not None]
         self._former_ms = max((row.heartbeat_at_ms for row in rows), default=0)
         """When an earlier run of the owner last wrote a reader's row."""

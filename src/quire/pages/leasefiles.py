@@ -57,7 +57,7 @@ from quire.core.ids import some_u32, u64
 from quire.core.reader_info import ReaderInfo
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, OsDisk
+from quire.durable.files import Disk, File, OsDisk, remove_if_exists
 from quire.durable.names import READERS, TEMPORARY, LeaseFile, parse_path
 from quire.pages.readers import HEARTBEAT_SECONDS, HOST, LEASE_SECONDS
 
@@ -346,7 +346,6 @@ class LeaseFiles:
 
     def __init__(self, root: str, disk: Disk, clock: Clock) -> None:
         # constant after construction
-        self._root = root
         self._folder = os.path.join(root, READERS)
         self._disk = disk
         self._clock = clock
@@ -432,8 +431,7 @@ class LeaseFiles:
         return None
 
     def _remove(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            self._disk.remove(path)
+        remove_if_exists(self._disk, path)
 
 
 def _is_free(file: File) -> bool:

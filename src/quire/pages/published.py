@@ -248,7 +248,7 @@ class PublishedReaders:
                 if lease.open and not lease.beat() and lease.was_lost:  # and not just closed by its holder
                     emit("warning", "reader.lease_lost", **where, tags=lease.tags)
             except Exception as error:  # if the thread ended, all leases of the process would expire
-                emit("warning", "reader.heartbeat_failed", **where, error=f"{type(error).__name__}: {error}")
+                emit("warning", "reader.heartbeat_failed", **where, error=error)
 
     def _beat_on(self) -> None:
         while not self._stopping.wait(HEARTBEAT_SECONDS):

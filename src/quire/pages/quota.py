@@ -5,7 +5,7 @@ Terms
         the zeros of an open one; segments that a fork has inherited count for their origin
   room  the bytes that a database may append before it must ask again: what its own budget and the store's leave
 
-A database gets room when its rows are read, and asks again when it has used it up: until then, a check costs one comparison.
+A database gets room when its rows are read, and requests more when it has used it up: until then, a check costs one comparison.
 Its own budget is exceeded by at most one transaction. The store's is shared by all databases that get room between two ticks;
 each tick assigns it again.
 
@@ -198,7 +198,7 @@ class StorageQuota:
             rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, store.db_id) if row.state in _WAITING]
         rows.sort(key=lambda item: item[1].first_lsn)
         if rows and leases and leases[0].lsn < rows[0][1].last_lsn:
-            return name + leases[0].who
+            return name + leases[0].description
         if rows:
             return f"{name}segment {rows[0][0]}, {rows[0][1].state.name}: no checkpoint has absorbed it"
         return name + "its open segment: no checkpoint has run"

@@ -36,7 +36,7 @@ from quire.core.reader_info import ReaderInfo, reader_text
 
 LEASE_SECONDS = 30.0
 HEARTBEAT_SECONDS = 5.0
-"""M10: how long a lease lives without a heartbeat, and the interval of heartbeats."""
+"""M10: how long a lease is valid without a heartbeat, and the interval of heartbeats."""
 
 HOLD_TAG = "hold"
 """The tag of leases that keep a version for a commit, not for reading: they are never set aside."""
@@ -100,7 +100,7 @@ class Lease:
         return self.readers
 
     @property
-    def who(self) -> str:
+    def description(self) -> str:
         """The reader, its version and its age, for messages."""
         return reader_text(self.info)
 
@@ -281,7 +281,9 @@ class Readers:
             where = {"db_id": self.db_id, "reader_id": lease.reader_id, "lsn": lease.lsn, "tags": lease.tags}
             emit("warning", "reader.heartbeat_lost", **where)
         for lease in old:
-            emit("info", "reader.long", db_id=self.db_id, reader=lease.who, seconds=round(now - lease.opened_at))
+            emit(
+                "info", "reader.long", db_id=self.db_id, reader=lease.description, seconds=round(now - lease.opened_at)
+            )
         return late
 
     def retire_all(self) -> None:

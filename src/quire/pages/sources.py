@@ -204,7 +204,7 @@ class Throttle:
 
 SEGMENTS_MAX = 64
 FILES_MAX = 64
-"""Descriptors kept for segments, and for files of chunks: a process has 1,024 unless it asked for more."""
+"""Descriptors kept for segments, and for files of chunks: a process has 1,024 by default."""
 CHUNKS_MAX = 256
 """Footers kept in memory: that of a full chunk of 4 KiB pages takes about 150 KiB."""
 UNUSED_LOOKS = 8

@@ -470,7 +470,7 @@ class Wal:
             self.failure = poisoned_by(error, f"the database's WAL failed: {error}", hint=hint, db_id=self.db_id)
             self.newest_lsn[0] = -1
             if not isinstance(error, StoreFenced):  # one event for the store is enough: manifest.fenced
-                emit("error", "wal.failed", db_id=self.db_id, error=f"{type(error).__name__}: {error}")
+                emit("error", "wal.failed", db_id=self.db_id, error=error)
 
 
 def _after(version: Version | None, upto_lsn: int) -> Version | None:

@@ -136,7 +136,7 @@ def _start(request: CopyRequest) -> str:
             asked.write(msgspec.json.encode(request))
         answer = answers.read(ANSWER_BYTES_MAX)
     if answer.startswith(READY):
-        # The process keeps running; when it ends, somebody must wait for it, or it stays in the process table.
+        # The process keeps running; when it ends, it must be waited for, or it stays in the process table.
         threading.Thread(target=process.wait, name="quire-copy-wait", daemon=True).start()
         return os.fsdecode(answer.removeprefix(READY))
     process.wait()

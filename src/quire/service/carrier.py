@@ -72,10 +72,10 @@ class Carrier(Generic[C]):
             answer = self._exchange(connection, name, trace, body, seconds)
         except TimeoutError:
             connection.close()
-            raise CallTimedOut("no answer in time") from None
+            raise CallTimedOut("no response in time") from None
         except (OSError, EOFError, FrameError, HTTPException) as error:
             connection.close()
-            raise CallBroken(str(error) or "the owner hung up") from None
+            raise CallBroken(str(error) or "the owner closed the connection") from None
         except BaseException:
             connection.close()  # an interrupt: the response may still arrive, and the next call would read it
             raise

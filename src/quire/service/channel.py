@@ -99,7 +99,7 @@ _AGAIN = (
     flight.FlightCancelledError,
     flight.FlightInternalError,
 )
-"""How a broken connection appears here. A server that fails on a bug of its own returns an error in words."""
+"""How a broken connection appears here. A server that fails because of a bug returns an error message."""
 
 R = TypeVar("R")
 
@@ -127,7 +127,7 @@ class Channel:
             headers[TOKEN_HEADER] = f"Bearer {read_token(token_file)}"
         self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self.body_bytes_max: int | None = None
-        """The most bytes of a call that the owner takes; `None` before it has been asked."""
+        """The most bytes of a call that the owner accepts; `None` before it has been requested."""
         self._own: Carrier[Any] | None = None
         if parts.scheme == "grpc+unix":
             self._own = FrameCarrier(parts.path, client, WIRE_VERSION)
@@ -152,7 +152,7 @@ class Channel:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the owner sees by an open connection that this client lives."""
+        """Whether an open connection shows the owner that this client is alive."""
         return isinstance(self._own, FrameCarrier) and self._own.is_available()
 
     def _carrier(self) -> Any:
@@ -339,13 +339,15 @@ def _explained(error: Exception, uri: str) -> QuireError:
         return error_of(form)
     if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
         return AccessDenied("the owner refused the token", hint="connect with token_file=…", uri=uri)
-    return Incompatible(f"the server does not respond like an owner: {_line(error)}", hint="check the address", uri=uri)
+    return Incompatible(
+        f"the server is not the owner of a quire store: {_line(error)}", hint="check the address", uri=uri
+    )
 
 
 def _gave_up(name: str, failure: Exception, uri: str, seconds: float) -> QuireError:
     if isinstance(failure, flight.FlightTimedOutError | CallTimedOut):
         return TimedOut(
-            "the owner did not answer in time",
+            "the owner did not respond in time",
             hint="the call may still take effect",
             call=name,
             seconds=seconds,

@@ -29,6 +29,7 @@ from quire.core.closing import ClosedOnExit
 from quire.core.errors import InvalidInput, NameTaken, TimedOut, UnknownDatabase
 from quire.core.ids import Epoch
 from quire.core.reader_info import ReaderInfo
+from quire.core.time_parsing import version_parameter
 from quire.durable.files import OsDisk
 from quire.lsm.engine import KvVersion
 from quire.manifest.arrow import schema
@@ -49,7 +50,7 @@ from quire.service.pipeline import Pipeline, RemoteGuard
 from quire.service.remote_feed import RemoteFeed
 from quire.service.remote_jobs import RemoteJobs, RemotePageReader
 from quire.service.remote_kv import RemoteKv
-from quire.service.remote_sqlite import RemoteDriver, version_of
+from quire.service.remote_sqlite import RemoteDriver
 from quire.service.remote_stream import RemoteStream
 from quire.service.sockets import SCHEME, await_owner, where_owner_listens
 from quire.service.sql_actions import OpenSql
@@ -147,7 +148,7 @@ class Client(ClosedOnExit):
 
     def close(self) -> None:
         """Send queued appends and batches, and disconnect. Idempotent. Raises the error of an append that failed and whose
-        result nobody has asked for."""
+        result no caller has requested."""
         with ExitStack() as closing:  # all of it, even if an append has failed
             closing.callback(self._channel.close)
             closing.callback(self._pipeline.close)
@@ -249,7 +250,8 @@ class Client(ClosedOnExit):
         close: Callable[[], None] = lambda: None,
     ) -> RemoteDriver:
         """Return the driver of such a connection; `close` is called when the driver is closed."""
-        request = OpenSql(name, version_of(at), create, timeout, read_only, functions)
+        version = None if at is None else version_parameter(at)
+        request = OpenSql(name, version, create, timeout, read_only, functions)
         return RemoteDriver(self._channel, self._renewing, request, close)
 
     def _open(self, name: str, action: str, kind: DbKind, create: bool) -> None:

@@ -69,7 +69,7 @@ class Holding:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_closed: bool = False
     has_left: Callable[[], bool] | None = None
-    """Returns whether the caller of the call that uses it has left; `None` if nobody waits to know."""
+    """Returns whether the caller of the call that uses it has left; `None` if no caller can leave."""
 
     def interrupt(self) -> None:
         """Interrupt the call that uses the resource, if its kind can be."""
@@ -228,7 +228,7 @@ class Holdings:
 
 
 def _emit_bug(error: Exception) -> None:
-    emit("error", "service.bug", action="holdings.sweep", error=f"{type(error).__name__}: {error}")
+    emit("error", "service.bug", action="holdings.sweep", error=error)
 
 
 def _ended(kind: str) -> LeaseExpired:

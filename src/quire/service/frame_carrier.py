@@ -56,7 +56,9 @@ class FrameCarrier(Carrier[FrameConnection]):
 
     def _exchange(self, connection: FrameConnection, name: str, trace: str, body: bytes, seconds: float) -> bytes:
         connection.socket.settimeout(seconds)
-        with suppress(BrokenPipeError, ConnectionResetError):  # an owner that hung up may have sent a reason
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # an owner that closed the connection may have sent a reason
             connection.socket.sendall(write_framed(name, trace, body))
         return connection.reader.frame(ANSWER_BYTES_MAX)
 

@@ -68,7 +68,7 @@ class FrameContext:
         return "frames"
 
     def is_cancelled(self) -> bool:
-        """Return whether the client has hung up."""
+        """Return whether the client has disconnected."""
         if (descriptor := self._connection.fileno()) < 0:
             return True
         poll = select.poll()

@@ -306,7 +306,7 @@ class Handlers:
         if upload:
             raise AccessDenied("uploading needs the admin token", hint="request the versions without upload")
         if seconds > READER_SECONDS_MAX:
-            raise AccessDenied("lending a version for more than an hour needs the admin token", seconds=seconds)
+            raise AccessDenied("holding a version for more than an hour needs the admin token", seconds=seconds)
 
     def do_lease_renew(self, request: OfLease, _: CallContext) -> None:
         self._manifest.leases.renew(request.lease_id)

@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 
+from quire.core.clock import SystemClock
 from quire.core.errors import AccessDenied, InvalidInput, UnknownDatabase
+from quire.core.time_parsing import parse_epoch_or_time, requested_version
 from quire.service import sql_actions as s
 from quire.service.api import CallContext, StoreApi
 from quire.service.client_holdings import Holdings
@@ -112,13 +114,6 @@ class SqlHandlers:
 
 def _version(kind: str, text: str) -> str | int | datetime:
     """Return a version in the form that `store.sqlite` takes."""
-    try:
-        if kind == "at":
-            return text
-        if kind == "epoch":
-            return int(text)
-        if kind == "time":
-            return datetime.fromisoformat(text)
-    except ValueError:
-        pass
-    raise InvalidInput("unknown way to name a version", hint="use at, epoch or time", version=f"{kind} {text[:40]}")
+    if requested_version({kind: text}) is None:
+        raise InvalidInput("unknown way to name a version", hint="use at, epoch or time", version=f"{kind} {text[:40]}")
+    return text if kind == "at" else parse_epoch_or_time(kind, text, now_ms=SystemClock().now_ms())

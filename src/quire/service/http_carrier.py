@@ -98,7 +98,7 @@ def _refused(status: int, body: bytes) -> Exception:
         if again:
             return CallBroken(f"status {status}")
     hint = "check that this is the address of `quire serve --http`"
-    return Incompatible("the server does not respond like an owner", hint=hint, status=status)
+    return Incompatible("the server is not the owner of a quire store", hint=hint, status=status)
 
 
 def _tls(ca_file: str) -> ssl.SSLContext:

@@ -219,7 +219,9 @@ class Loads:
                 if key is None:
                     raise InvalidInput("a row has no key", hint="filter out rows whose key is NULL")
                 if key.startswith(QUERY_KEYS):
-                    raise InvalidInput("the set keeps its own records under this key", hint="use another key", key=key)
+                    raise InvalidInput(
+                        "this key is reserved for the set's own records", hint="use another key", key=key
+                    )
                 yield key, None if is_gone else value
 
     def _batches_of(self, load: int, parts: Sequence[str], width: int) -> Iterator[pa.RecordBatch]:

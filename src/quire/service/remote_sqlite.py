@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime
 from itertools import islice
 from typing import Any
 
@@ -222,7 +221,7 @@ class RemoteDriver:
         return self._channel.call(action, request(), timeout=STATEMENT_SECONDS, attempt_seconds=STATEMENT_SECONDS)
 
     def _abandon(self, may_commit: bool) -> None:
-        """Abandon the connection. The state is kept: it says whether a transaction was open (rule 3)."""
+        """Abandon the connection. The state is kept: it shows whether a transaction was open (rule 3)."""
         if self.connection != _ABANDONED:
             self._renewing.forget(self.connection)
             self.connection, self._may_have_committed = _ABANDONED, may_commit
@@ -261,7 +260,7 @@ class _RemoteCursor:
         driver = self._driver
         self._rows, self._is_over, self.changed_by_many = iter(()), True, 0
         source = iter(bindings)
-        while rows := _some(source):
+        while rows := _next_parameters(source):
             begin, closed = driver.take_begin(), driver.take_closed()
             answer = driver.ask(
                 "sql.many",
@@ -309,7 +308,7 @@ class _RemoteCursor:
 
 
 # ── values and errors ─────────────────────────────────────────────────────────────────────────────────────────────────
-def _some(source: Iterator[Any]) -> list[s.Values]:
+def _next_parameters(source: Iterator[Any]) -> list[s.Values]:
     """Return the parameters of the next call of `executemany`."""
     rows: list[s.Values] = []
     size = 0
@@ -364,22 +363,3 @@ def _lost(was_autocommit: bool, what: str, may_commit: bool) -> errors.Operation
     if what == "fetch":
         return errors.OperationalError(f"{gone}: the remaining rows must be queried again")
     return errors.OperationalError(f"{gone} while a statement ran: whether it took effect is unknown")
-
-
-def version_of(at: Any) -> tuple[str, str] | None:
-    """Return a version in the form in which it is sent: a snapshot's name, an lsn or `Epoch`, or a time.
-
-    >>> version_of("monday"), version_of(4711), version_of(None)
-    (('at', 'monday'), ('epoch', '4711'), None)
-    """
-    if at is None:
-        return None
-    if isinstance(at, str):
-        return "at", at
-    if isinstance(at, datetime):
-        return "time", at.isoformat()
-    lsn = getattr(at, "lsn", at)
-    if isinstance(lsn, bool) or not isinstance(lsn, int):
-        hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
-        raise InvalidInput("unknown way to name a version", hint=hint, at=repr(at))
-    return "epoch", str(lsn)

@@ -114,7 +114,7 @@ class RemoteStream:
         self._append_queue: deque[RemoteAppended] = deque()
         self._append_queue_bytes = 0
         self.unreported: dict[RemoteAppended, None] = {}
-        """Failed appends whose error nobody has been told yet."""
+        """Failed appends whose error has not been raised yet."""
         self._closed = False
         self._sender: threading.Thread | None = None
         self._appends_queued = threading.Event()
@@ -154,7 +154,7 @@ class RemoteStream:
         while not appended.is_settled:
             with self._sending:
                 if not appended.is_settled and not self._send_one_call():
-                    # It is not queued, and nobody is sending it: the process that appended it was this one's parent.
+                    # It is not queued, and no thread is sending it: the process that appended it was this one's parent.
                     appended.end(-1, TimedOut("the append was interrupted", hint="it may still take effect"))
 
     def _send_one_call(self) -> bool:
@@ -212,7 +212,7 @@ class RemoteStream:
                 is_sending = self._send_one_call()
 
     def _report(self) -> None:
-        """Raise the error of the first failed append whose result nobody has asked for."""
+        """Raise the error of the first failed append whose result no caller has requested."""
         with self._lock:
             failed, self.unreported = list(self.unreported), {}
         if failed:
@@ -220,7 +220,7 @@ class RemoteStream:
 
     def sync(self) -> int:
         """Wait until every append is durable and return the id after the last record. Raises the error of an append that
-        failed and whose result nobody has asked for."""
+        failed and whose result no caller has requested."""
         self._send_all()
         self._report()
         return self._channel.call("stream.sync", d.OfName(self.name))

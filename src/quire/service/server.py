@@ -244,7 +244,7 @@ class Service:
             again = self._stopping.is_set() and type(error) is Unavailable
             return self._failed(error, again=again)
         except Exception as error:
-            emit("error", "service.bug", action=name, error=f"{type(error).__name__}: {error}")
+            emit("error", "service.bug", action=name, error=error)
             return self._failed(InternalError(f"a bug at the owner: {type(error).__name__}", action=name))
 
     def _act(self, name: str, body: Any, gate: FlightGate, context: Any) -> Any:
@@ -333,7 +333,7 @@ class Service:
     def stream_error(self, error: Exception) -> flight.FlightServerError:
         """Return an error in the form with which a stream ends (rule 3)."""
         if not isinstance(error, QuireError):
-            emit("error", "service.bug", action="stream", error=f"{type(error).__name__}: {error}")
+            emit("error", "service.bug", action="stream", error=error)
             error = InternalError(f"a bug at the owner: {type(error).__name__}")
         with self._counts.lock:
             self._counts.failed += 1

@@ -12,7 +12,7 @@ application.
 1. Nothing is dropped that a registration did not create. Schemas and views carry a mark as their comment. A schema without it
    is refused; tables and views without it stay, and so does a schema that has some.
 2. Schemas of quire's begin with `quire_` and a random number, so no other schema has their names.
-3. No file is deleted, only empty directories: a table that somebody creates in a registered schema has its files there.
+3. No file is deleted, only empty directories: a table that a user creates in a registered schema has its files there.
 
 Spark prunes no columns for a data source in Python. `RegisteredDatabase.sql` does: the query is planned over empty JSON files
 with the same columns, and the plan shows which ones Spark would read; then it is planned again over tables of these columns.
@@ -296,7 +296,9 @@ def _schema(options: Mapping[str, str], table: str) -> StructType:
     schema = SqliteSource({**options, "table": table}).schema()
     if not all(schema.names):
         raise InvalidInput(
-            "a column has no name", hint="register a view without it: Spark's SQL has no such name", table=table
+            "a column has no name",
+            hint="register a view that omits it: Spark SQL does not allow this name",
+            table=table,
         )
     return schema
 
@@ -364,7 +366,7 @@ def _set(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
 def _remove_empty(directory: str) -> None:
     """Remove a directory and those in it, as far as they are empty."""
     for path, _, _ in os.walk(directory, topdown=False):
-        with suppress(OSError):  # not empty: somebody's files
+        with suppress(OSError):  # not empty: it has other files
             os.rmdir(path)
 
 

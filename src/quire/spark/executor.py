@@ -212,20 +212,20 @@ def _joined(
         return TaskResult(key, error=error)
 
 
-def numbered_mapper(location: StoreLocation, tell: Callable[..., Any]) -> Callable[[Batches], Batches]:
+def numbered_mapper(location: StoreLocation, find: Callable[..., Any]) -> Callable[[Batches], Batches]:
     """Return a function from tasks to the numbered values they find; an error has no number."""
 
     def run(batches: Batches) -> Batches:
         with tools_of(location) as tools:
             for data in _column(batches, "data"):
-                yield from _numbered(_pairs(pickle.loads(data), tell, tools))
+                yield from _numbered(_pairs(pickle.loads(data), find, tools))
 
     return run
 
 
-def _pairs(task: Any, tell: Callable[..., Any], tools: Tools) -> Iterator[tuple[int | None, Any]]:
+def _pairs(task: Any, find: Callable[..., Any], tools: Tools) -> Iterator[tuple[int | None, Any]]:
     try:
-        yield from tell(task, tools)
+        yield from find(task, tools)
     except QuireError as error:
         yield None, error
 

@@ -46,12 +46,12 @@ class TracebackFilter:
         output = b"".join(self._line(line + b"\n") for line in lines)
         if self._held or BEGIN.startswith(self._part):
             return output
-        return output + self._taken()
+        return output + self._take_part()
 
     def rest(self) -> bytes:
         """Return the text that is still held back, at the end of the input."""
         held, self._held = b"".join(self._held), []
-        return held + self._taken()
+        return held + self._take_part()
 
     def _line(self, line: bytes) -> bytes:
         if self._held and FRAME.fullmatch(line):
@@ -66,7 +66,7 @@ class TracebackFilter:
             return held
         return held + line
 
-    def _taken(self) -> bytes:
+    def _take_part(self) -> bytes:
         part, self._part = self._part, b""
         return part
 
@@ -91,12 +91,12 @@ def launch(settings: dict[str, str]) -> None:
 def _pass_on(reading: int) -> None:
     log = TracebackFilter()
     while piece := os.read(reading, READ_BYTES):
-        _say(log.feed(piece))
-    _say(log.rest())
+        _write_stderr(log.feed(piece))
+    _write_stderr(log.rest())
     os.close(reading)
 
 
-def _say(text: bytes) -> None:
+def _write_stderr(text: bytes) -> None:
     with suppress(OSError):  # standard error may be closed; the JVM must not block on that
         while text:
             text = text[os.write(2, text) :]

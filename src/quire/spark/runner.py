@@ -40,6 +40,7 @@ from quire.core.limits import MIB
 from quire.core.tracing import span
 from quire.jobs.runner import (
     BLOCK,
+    Find,
     Join,
     Key,
     P,
@@ -48,7 +49,6 @@ from quire.jobs.runner import (
     Split,
     T,
     TaskResult,
-    Tell,
     Tick,
     V,
     balanced,
@@ -160,16 +160,16 @@ class SparkRunner:
         if not inputs and not tasks:
             return
         places = spread(tasks, self.width) if tasks is not None else None
-        partitions = max(places.values(), default=0) + 1 if places is not None else self._few(len(inputs))
+        partitions = max(places.values(), default=0) + 1 if places is not None else self._light_partitions(len(inputs))
         rows = self._split_rows(split, inputs, places, tasks or {})
-        together = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
-        joined = together.sortWithinPartitions("db", "slot", "kind").mapInArrow(
+        grouped = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
+        joined = grouped.sortWithinPartitions("db", "slot", "kind").mapInArrow(
             joiner(self._location, join, needs_task=tasks is not None, threads=_threads(tasks)), _schema(ANSWERS_DDL)
         )
         yield from self._answers(joined, len(tasks or ()), tick, self._described(join, inputs))
 
     def unmatched(
-        self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
+        self, find: Find[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
     ) -> Iterator[tuple[int | None, V | None]]:
         """See `Runner`: an outer join of two frames, of which only rows without a partner are collected."""
         tick(0, len(tasks))
@@ -178,7 +178,7 @@ class SparkRunner:
             return
         sent: list[Row] = [(0, 0, 0, TASK, _pickled(task)) for task in tasks]
         pairs = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(
-            numbered_mapper(self._location, tell), _schema(FOUND_DDL)
+            numbered_mapper(self._location, find), _schema(FOUND_DDL)
         )
         if len(expected):  # an empty table would have no partition
             table = pa.table({"wanted": pa.array(expected, pa.uint64()).view(pa.int64())})
@@ -203,13 +203,13 @@ class SparkRunner:
         sent: list[bytes] = [_pickled(value) for value in inputs]
         heads: list[Row] = [(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()] if places else []
         if sum(map(len, sent)) + sum(len(row[-1]) for row in heads) <= CARRIED_BYTES:
-            numbers = self._numbers(max(len(sent), 1), self._few(len(sent)))
+            numbers = self._numbers(max(len(sent), 1), self._light_partitions(len(sent)))
             return numbers.mapInArrow(
                 splitter(self._location, split, places, InlineInputs(sent, heads)), _schema(ROWS_DDL)
             )
         rows: DataFrame | None = None
         if sent:
-            read = self._frame([(0, 0, 0, VALUE, data) for data in sent], self._few(len(sent)))
+            read = self._frame([(0, 0, 0, VALUE, data) for data in sent], self._light_partitions(len(sent)))
             rows = read.mapInArrow(splitter(self._location, split, places), _schema(ROWS_DDL))
         if heads:
             rows = self._local(heads) if rows is None else rows.unionByName(self._local(heads))
@@ -244,7 +244,7 @@ class SparkRunner:
         placed: list[Row] = [(number % partitions, *row[1:]) for number, row in enumerate(rows)]
         return self._local(placed).repartitionById(partitions, "place")
 
-    def _few(self, inputs: int) -> int:
+    def _light_partitions(self, inputs: int) -> int:
         """Return the number of partitions for light inputs."""
         return max(1, min(inputs, PARTITIONS_MAX, max(self.width, inputs // 512)))
 

@@ -46,8 +46,9 @@ from quire.core.errors import InvalidInput
 from quire.core.limits import MIB
 from quire.sqlite.leaf_columns import AsRows, LeafDecoder, LeafPages, leaf_batches
 from quire.sqlite.row_reads import STEP_ROWS, InvalidText, naming, read_rows
-from quire.sqlite.tables import DATABASE, SqliteTable, affinity, quoted
+from quire.sqlite.tables import DATABASE, SqliteTable, affinity
 from quire.sqlite.trees import EVERYTHING, Rowids
+from quire.sqlite.where_clause import quoted
 
 if TYPE_CHECKING:
     from quire.sqlite.connect import Connection

@@ -77,7 +77,7 @@ def load_rows(
     """Write the rows of a load or of a query's batch, and return how many there were."""
     if write.table.lower() in OWN_TABLES:
         raise InvalidInput(
-            "quire keeps its own records in this table", hint="write to another table", table=write.table
+            "this table is reserved for quire's own records", hint="write to another table", table=write.table
         )
     with _explained(write), _transaction(connection):
         done = _recorded_batch(connection, query, batch) if query else _recorded_load(connection, load)

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from quire.sqlite.row_reads import naming
-from quire.sqlite.tables import SqliteTable, declared_type, quoted
+from quire.sqlite.tables import SqliteTable, declared_type
 from quire.sqlite.trees import PageArray, by_number, rowid_ranges
+from quire.sqlite.where_clause import quoted
 
 if TYPE_CHECKING:
     import apsw

@@ -18,16 +18,15 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from urllib.parse import quote, urlencode
 
 import apsw
 
 from quire.core.barrier import Barrier
-from quire.core.clock import Clock
 from quire.core.errors import InvalidInput, NameTaken, QuireError, ReadOnly, StoreClosed, UnknownDatabase
 from quire.core.ids import Epoch
-from quire.core.time_parsing import parse_moment
+from quire.core.time_parsing import parse_epoch_or_time, requested_version, version_parameter
 from quire.durable.names import check_name
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import Anchor, ForkOptions, RolledBack, SnapshotInfo
@@ -143,14 +142,14 @@ class SqliteDatabases:
             )
         if at is None:
             return self._open(name, {}, timeout, read_only=True)
-        return self._open(name, _at_parameters(at) | {"immutable": "1"}, timeout, read_only=True)
+        return self._open(name, dict([version_parameter(at)]) | {"immutable": "1"}, timeout, read_only=True)
 
     def fork(self, name: str | int, new_name: str, *, at: At, options: ForkOptions | None = None) -> int:
         """Create a database that begins as another one was `at` a snapshot, an lsn, an epoch or a time. Return its id."""
         self._check()
         if self._read_only:
             raise ReadOnly("only the owner can fork a database", hint='open the store with mode="rw"', name=new_name)
-        _at_parameters(at)  # raises if `at` does not name a version
+        version_parameter(at)  # raises if `at` does not name a version
         return fork_at(self._manifest, self._engine, name, new_name, at, options)
 
     def rollback(self, name: str, *, to: At) -> RolledBack:
@@ -158,11 +157,11 @@ class SqliteDatabases:
         self._check()
         if self._read_only:
             raise ReadOnly("only the owner can roll a database back", hint='open the store with mode="rw"', name=name)
-        _at_parameters(to)  # raises if `to` does not name a version
+        version_parameter(to)  # raises if `to` does not name a version
         return roll_back(self._manifest, self._engine, name, to)
 
     def _connect_newest(self, name: str, create: bool, page_size: int, timeout: float) -> Connection:
-        database = self._database(self._find_or_register(name) if create else self._find(name))
+        database = self._database(self._find(name, create=create))
         if page_size or database.page_size():
             database.open(page_size)
         connection = self._open(name, {}, timeout)
@@ -205,16 +204,10 @@ class SqliteDatabases:
                 raise
         return connection
 
-    def _find(self, name: str) -> int:
+    def _find(self, name: str, *, create: bool = False) -> int:
+        db = self._manifest.find_or_register(name, DbKind.PAGES) if create else name
         with self._manifest.read() as txn:
-            return find_database(txn, name)[0]
-
-    def _find_or_register(self, name: str) -> int:
-        """Return the database of this name, registering it if it does not exist."""
-        try:
-            return self._find(name)
-        except UnknownDatabase:
-            return self._manifest.register_db(name, DbKind.PAGES)
+            return find_database(txn, db)[0]
 
     def _database(self, db_id: int) -> SharedDatabase:
         with self._lock:
@@ -228,20 +221,24 @@ class SqliteDatabases:
     def _open_file(self, name: str, parameters: Mapping[str, str], create: bool) -> tuple[VfsFile, bool]:
         """Open a file for the VFS: for our own connections, and for ATTACH and VACUUM INTO, which alone may create."""
         self._check()
-        if _requested_version(parameters):
+        if requested_version(parameters) is not None:
             return self._register_file(ReadOnlyFile.fixed(self._version(self._find(name), parameters))), True
         if self._read_only:
             return self._register_file(self._published(self._find(name))), True
         create = create and not getattr(self._opened, "main", False)
-        database = self._database(self._find_or_register(name) if create else self._find(name))
+        database = self._database(self._find(name, create=create))
         file = LiveFile(database, self._vfs, self._shim)
         self._opened.file = weakref.ref(file)
         return self._register_file(file), False
 
     def _version(self, db_id: int, parameters: Mapping[str, str]) -> PageReader:
         """Open a version that does not change."""
-        kind, at = next(iter(_requested_version(parameters).items()))
-        moment = self._manifest.snapshots.find(db_id, at) if kind == "at" else _moment(kind, at, self._manifest.clock)
+        kind, text = requested_version(parameters) or ("at", "")
+        moment: SnapshotInfo | Epoch | datetime | int
+        if kind == "at":
+            moment = self._manifest.snapshots.find(db_id, text)
+        else:
+            moment = parse_epoch_or_time(kind, text, now_ms=self._manifest.clock.now_ms())
         if isinstance(moment, SnapshotInfo):
             return self._engine.open_view(db_id, moment.snapshot_id)
         if self._read_only:
@@ -323,44 +320,6 @@ def _wait_after_commits(connection: Connection, barrier: Barrier) -> None:
             barrier.settle()
 
     connection.trace_v2(apsw.SQLITE_TRACE_PROFILE, after, id=barrier)
-
-
-def _at_parameters(at: At) -> dict[str, str]:
-    """Return a version as URI parameters.
-
-    >>> _at_parameters("monday"), _at_parameters(4711)
-    ({'at': 'monday'}, {'epoch': '4711'})
-    """
-    if isinstance(at, str):
-        return {"at": at}
-    if isinstance(at, datetime):
-        if at.tzinfo is None:  # a text without a zone is UTC; a naive datetime is ambiguous
-            raise InvalidInput("a time needs a time zone", hint="use datetime(…, tzinfo=UTC)", at=str(at))
-        return {"time": at.isoformat()}
-    if isinstance(at, bool) or not isinstance(at, int | Epoch):
-        hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
-        raise InvalidInput("unknown way to name a version", hint=hint, at=repr(at))
-    return {"epoch": str(at.lsn if isinstance(at, Epoch) else at)}
-
-
-def _requested_version(parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return the version that a URI requests, if any."""
-    requested = {kind: parameters[kind] for kind in ("at", "epoch", "time") if kind in parameters}
-    if len(requested) > 1:
-        raise InvalidInput(
-            "a URI can name only one version", hint="use one of at, epoch and time", asked=", ".join(requested)
-        )
-    return requested
-
-
-def _moment(kind: str, text: str, clock: Clock) -> int | datetime:
-    """Return an lsn or a time parsed from a URI."""
-    if kind == "time":
-        return datetime.fromtimestamp(parse_moment(text, kind, now_ms=clock.now_ms()) / 1000, UTC)
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidInput(f"the URI's {kind} cannot be read", hint="use an lsn", given=text) from None
 
 
 RESTORED_AT_ONCE = 1_024

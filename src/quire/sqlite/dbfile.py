@@ -212,7 +212,7 @@ def _translated(error: apsw.Error, path: str) -> Corruption | InvalidInput | Una
     if isinstance(error, apsw.NotADBError):
         return InvalidInput("SQLite does not recognise the file as a database", hint="it may be encrypted", path=path)
     if isinstance(error, apsw.CorruptError):
-        return Corruption("SQLite finds the database damaged", hint="`sqlite3 FILE .recover`", path=path)
+        return Corruption("SQLite reports that the database is damaged", hint="`sqlite3 FILE .recover`", path=path)
     hint = "check it with SQLite"
     return StorageFault(f"SQLite cannot read the database: {error}", hint=hint, path=path)
 
@@ -375,8 +375,8 @@ def _locked(file: DbFile, header: DbHeader) -> ReadLock:
 
 def _cut_off(path: str, size: int, expected: int) -> Corruption:
     return Corruption(
-        "the file is truncated: it is shorter than its header says",
-        hint="use a complete copy; `sqlite3 FILE .recover` saves what is left of this one",
+        "the file is truncated: it is shorter than its header states",
+        hint="use a complete copy; `sqlite3 FILE .recover` salvages the rest",
         path=path,
         bytes=size,
         expected=expected,

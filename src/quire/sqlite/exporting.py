@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 
 import apsw
 
 from quire.core.errors import AlreadyExists, Corruption, InvalidInput
-from quire.durable.files import Disk, File, OsDisk
+from quire.durable.files import Disk, File, OsDisk, remove_if_exists
 from quire.durable.names import TEMPORARY
 from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
@@ -120,8 +120,7 @@ def _write(disk: Disk, path: str, reader: Snapshot, name: str, check: bool, prog
         if check:
             _integrity(temporary, path)
     except BaseException:
-        with suppress(FileNotFoundError):
-            disk.remove(temporary)
+        remove_if_exists(disk, temporary)
         raise
     # Only now: under its name the file is always complete, synced and verified.
     disk.rename(temporary, path)
@@ -174,5 +173,8 @@ def _integrity(temporary: str, path: str) -> None:
         connection.close()
     if findings != ["ok"]:
         raise Corruption(
-            "SQLite finds the exported database damaged", hint="export an earlier version", path=path, found=findings
+            "SQLite reports that the exported database is damaged",
+            hint="export an earlier version",
+            path=path,
+            found=findings,
         )

@@ -17,11 +17,10 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import msgspec
 
-from quire.core.errors import Conflict, NotFound, QuireError, StorageFault, StoreClosed, UnknownDatabase
+from quire.core.errors import Conflict, NotFound, QuireError, StorageFault, StoreClosed
 from quire.core.events import emit
 from quire.core.settings import FollowSettings
 from quire.manifest import tables as t
@@ -156,16 +155,10 @@ class FileFollowers:
             if kept is not None and (kept.path, kept.interval_seconds, kept.configured) == (path, seconds, True):
                 continue
             try:
-                db_id = self._find_or_register(name)
+                db_id = self._manifest.find_or_register(name, DbKind.PAGES)
                 self._manifest.submit([FollowSqliteFile(db_id, path, round(seconds * 1000), configured=True)]).result()
             except QuireError as error:  # the name of a stream, for example: the others are followed
                 emit("error", "sqlite.follow.refused", path=path, database=name, reason=str(error))
-
-    def _find_or_register(self, name: str) -> int:
-        """Return the database of this name, creating it if it does not exist. Its first page fixes the page size."""
-        with suppress(UnknownDatabase), self._manifest.read() as txn:
-            return txn.database_id(name)
-        return self._manifest.register_db(name, DbKind.PAGES)
 
     def files(self) -> list[FollowedFile]:
         """Return all followed files, sorted by database name."""

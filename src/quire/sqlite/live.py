@@ -259,7 +259,7 @@ class LiveFile(DatabaseFile[ReadPin]):
             return image
         if self._overlay_is_complete and self._pin is not None:
             return self._pin.read_page(page)
-        assert self._txn is not None, "somebody writes"
+        assert self._txn is not None, "a transaction is open"
         return self._txn.read_page(page)
 
     def _size(self) -> int:
@@ -290,7 +290,7 @@ class LiveFile(DatabaseFile[ReadPin]):
 
     def _flush_overlay(self, more: Mapping[int, bytes]) -> None:
         """Pass the overlay, and then `more` pages, to the engine's transaction."""
-        assert self._txn is not None, "somebody writes"
+        assert self._txn is not None, "a transaction is open"
         # From here on, reads must go through the engine's transaction, which has the pages that leave the overlay.
         self._overlay_is_complete = False
         self._txn.write_pages(self._overlay)

@@ -40,7 +40,7 @@ from quire.core.errors import InvalidInput, NotFound, OutOfRange
 from quire.sqlite.dbfile import PENDING_BYTE
 from quire.sqlite.index_cells import IndexFormat, key_of, payloads
 from quire.sqlite.row_reads import naming, read_rows
-from quire.sqlite.tables import SqliteTable, find_table, quoted
+from quire.sqlite.tables import SqliteTable, find_table
 from quire.sqlite.trees import (
     EVERYTHING,
     BTree,
@@ -53,6 +53,7 @@ from quire.sqlite.trees import (
     pointer_map_pages,
     walk,
 )
+from quire.sqlite.where_clause import quoted
 
 if TYPE_CHECKING:
     import apsw
@@ -124,7 +125,7 @@ class ComparedVersion:
         if not table.root or not (table.rowid or table.key):
             raise InvalidInput(
                 "its rows cannot be matched: they have no rowid that can be read",
-                hint="views and virtual tables have no row changes, nor has a table whose columns take all names of the rowid "
+                hint="views and virtual tables have no row changes, nor does a table whose columns use all names of the rowid "
                 "(rowid, _rowid_, oid)",
                 table=name,
                 database=self.database,

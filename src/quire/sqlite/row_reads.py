@@ -2,7 +2,7 @@
 
 SQLite does not check texts: `CAST(x'ff' AS TEXT)` stores a byte that no UTF-8 text contains. apsw decodes every text and
 raises `UnicodeDecodeError` for such a row. The statement is then run again from that row on, with texts fetched as BLOBs and
-BLOBs as hexadecimal digits, so that the two can be told apart. The versions that are read do not change, so the second run
+BLOBs as hexadecimal digits, so that the two can be distinguished. The versions that are read do not change, so the second run
 finds the same rows in the same order.
 
 Functions, collations and modules that an application has registered in its own connections do not exist here: statements that

@@ -21,6 +21,7 @@ import pyarrow as pa
 from quire.core.errors import InvalidInput, NotFound
 from quire.sqlite.files import open_reader
 from quire.sqlite.row_reads import naming
+from quire.sqlite.where_clause import quoted
 
 if TYPE_CHECKING:
     from quire.sqlite.connect import Connection
@@ -71,15 +72,6 @@ class SqliteTable:
         """Return a column by name, without regard to case. The exact name goes first: for SQLite `É` and `é` differ."""
         named = [column for column in self.columns if column.name.lower() == name.lower()]
         return next((column for column in named if column.name == name), named[0] if named else None)
-
-
-def quoted(name: str) -> str:
-    """Return a name quoted for SQL.
-
-    >>> quoted('odd"name')
-    '"odd""name"'
-    """
-    return '"' + name.replace('"', '""') + '"'
 
 
 def find_table(connection: Connection, name: str, database: str) -> SqliteTable:

@@ -79,7 +79,11 @@ def _prepare(connection: apsw.Connection, table: str, text: str) -> None:
 
 
 def quoted(name: str) -> str:
-    """Return a name quoted for SQL, whatever characters it has."""
+    """Return a name quoted for SQL.
+
+    >>> quoted('odd"name')
+    '"odd""name"'
+    """
     return '"' + name.replace('"', '""') + '"'
 
 

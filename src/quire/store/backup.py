@@ -510,9 +510,9 @@ def _earlier_places(url: str, store_id: str, index: Index, options: StoreOptions
     while index.since:
         folder = os.path.dirname(places[-1])
         named = [index.since, *(index.beyond or ())]
-        found = [place if "://" in place else os.path.normpath(os.path.join(folder, place)) for place in named]
-        places += [place for place in dict.fromkeys(found) if place not in places]
-        if index.beyond is not None or places[-1] != found[0]:
+        earlier = [place if "://" in place else os.path.normpath(os.path.join(folder, place)) for place in named]
+        places += [place for place in dict.fromkeys(earlier) if place not in places]
+        if index.beyond is not None or places[-1] != earlier[0]:
             break  # all are named, or two backups are based on each other
         # An older index names only the next one. The newest index there may be that of a later backup.
         with closing(open_backup(places[-1], options=options)) as place:

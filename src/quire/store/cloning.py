@@ -194,7 +194,7 @@ def _parents(rows: RowImage, point: RestorePoint) -> tuple[ParentStore, ...]:
 
 
 def _begin(root: str, clock: Clock, disk: Disk) -> int:
-    """Open the clone for the first time, in an owner epoch of its own. Return that epoch."""
+    """Open the clone for the first time, in a new owner epoch. Return that epoch."""
     settings = quiet_settings(disk, root)
     with open_owner(root, settings, clock, disk, takeover=True) as store:
         open_written(store)

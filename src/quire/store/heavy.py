@@ -335,7 +335,7 @@ class Heavy:
 
 
 def _is_unabsorbed(txn: ReadTxn, db_id: int) -> bool:
-    """Return whether this is a live page database with WAL of its own that no checkpoint has absorbed."""
+    """Return whether this is a live page database with WAL that no checkpoint has absorbed, not counting inherited segments."""
     record = txn.database(db_id)
     if record is None or record.kind is not DbKind.PAGES or record.status is DbStatus.TOMBSTONED:
         return False

@@ -55,7 +55,7 @@ class DirectoryState(Enum):
     NOTHING = "no directory"
     EMPTY = "a directory with nothing in it"
     BEGUN = "a configuration, but no manifest yet"
-    FOREIGN = "a directory with somebody else's files"
+    FOREIGN = "a directory with unrelated files"
     STORE = "a store"
 
 

@@ -12,14 +12,13 @@ Raises `StoreLocked`, `StoreNotFound`, `NotWritable`, `InvalidInput`, `InvalidCo
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 from quire.core.clock import Clock
 from quire.core.errors import InvalidInput, StorageFault
 from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.durable import names
-from quire.durable.files import Disk
+from quire.durable.files import Disk, remove_if_exists
 from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_access, object_location
@@ -110,8 +109,8 @@ def open_owner(
 
 
 def _check_object_access(store: Store, *, takeover: bool, discard: bool, moved: bool) -> None:
-    """Check that the objects are where quire.toml says and that this directory may write them, without a request to a bucket
-    unless `takeover` or `moved` is set."""
+    """Check that the objects are at the location in quire.toml and that this directory may write them, without a request to a
+    bucket unless `takeover` or `moved` is set."""
     if moved:
         store.moved_objects = object_access.accept_moved(store.context, store.path, store.settings)
     else:
@@ -149,5 +148,4 @@ def _make_manifest(disk: Disk, root: str, settings: StoreSettings, clock: Clock)
     ManifestStore.open(unfinished, settings=settings.manifest, clock=clock).close()
     disk.rename(unfinished, os.path.join(root, names.MANIFEST))
     disk.sync_dir(root)
-    with suppress(FileNotFoundError):
-        disk.remove(unfinished + "-lock")
+    remove_if_exists(disk, unfinished + "-lock")

@@ -44,7 +44,7 @@ class ReaderFiles(RemoteFiles):
             return 0, 0, 0
         return status.st_ino, status.st_mtime_ns, status.st_size
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         stamp = self._stamp()
         if stamp != self._seen:
             with self._lock:
@@ -68,7 +68,7 @@ class ReaderFiles(RemoteFiles):
         return 0
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
-        self._look()
+        self._refresh()
         relative = os.path.relpath(path, self._root)
         if is_kept_kind(relative):
             with suppress(FileNotFoundError):  # exists only if the standby has lost the segment while readers need it
@@ -76,13 +76,13 @@ class ReaderFiles(RemoteFiles):
         return super().open(path, create=create, exclusive=exclusive, write=write)
 
     def exists(self, path: str) -> bool:
-        self._look()
+        self._refresh()
         return super().exists(path)
 
     def size(self, path: str) -> int:
-        self._look()
+        self._refresh()
         return super().size(path)
 
     def names(self, path: str) -> list[str]:
-        self._look()
+        self._refresh()
         return super().names(path)

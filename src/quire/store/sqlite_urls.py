@@ -27,14 +27,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, QuireError, StoreLocked
 from quire.core.lazy import lazy_names
-from quire.core.time_parsing import parse_moment
+from quire.core.time_parsing import parse_epoch_or_time, requested_version
 from quire.durable import names
 from quire.durable.locks import is_held
 from quire.service.local_owner import find_owner
@@ -158,22 +158,9 @@ def _path_of(location: str, ours: bool) -> str:
 
 
 def _version(parameters: Mapping[str, str]) -> str | int | datetime | None:
-    asked = [kind for kind in ("at", "epoch", "time") if kind in parameters]
-    if not asked:
-        return None
-    if len(asked) > 1:
-        raise InvalidInput(
-            "a URL can name only one version", hint="use one of at, epoch and time", asked=", ".join(asked)
-        )
-    text = parameters[asked[0]]
-    if asked[0] == "at":
-        return text
-    if asked[0] == "time":
-        return datetime.fromtimestamp(parse_moment(text, "time", now_ms=SystemClock().now_ms()) / 1000, UTC)
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidInput("the URL's epoch cannot be read", hint="use an lsn", given=text) from None
+    if (requested := requested_version(parameters)) is None or requested[0] == "at":
+        return requested and requested[1]
+    return parse_epoch_or_time(*requested, now_ms=SystemClock().now_ms())
 
 
 def open_sqlite_path(database: str, *, timeout: float, uri: bool) -> Driver:

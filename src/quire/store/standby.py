@@ -673,11 +673,11 @@ def check_promote_after(seconds: float | None) -> None:
     """Raise `InvalidInput` for a time of silence that an owner without changes may reach."""
     if seconds is not None and seconds <= 2 * HEARTBEAT_SECONDS:
         what = f"--promote-after must be more than {2 * HEARTBEAT_SECONDS:g} seconds"
-        raise InvalidInput(what, hint=f"the owner is heard from every {HEARTBEAT_SECONDS:g} seconds")
+        raise InvalidInput(what, hint=f"the owner sends a heartbeat every {HEARTBEAT_SECONDS:g} seconds")
 
 
 def recorded_options(disk: Disk, root: str) -> StoreOptions | None:
-    """Return how the quire.toml of a standby's directory says that the bucket is reached; `None` before it has one."""
+    """Return the options for the bucket from the quire.toml of a standby's directory; `None` before it has one."""
     if not disk.exists(os.path.join(root, names.CONFIG)):
         return None
     return options_of(layout.read_config(disk, root, None).objects, "objects")

@@ -331,7 +331,7 @@ class Store:
             except StoreClosed:
                 pass  # closed while the timer expired
             except Exception as error:  # such as no thread: without upkeep nothing is ever deleted
-                emit("error", "upkeep.not_started", path=self.path, error=f"{type(error).__name__}: {error}")
+                emit("error", "upkeep.not_started", path=self.path, error=error)
                 self.start_upkeep()  # tries again after the next interval
 
         self._upkeep_timer = threading.Timer(self.settings.maintenance.interval_seconds, begin)

@@ -1,7 +1,7 @@
 """Explains why something still exists: what holds a database, segment, chunk or object, and what would release it.
 
 Terms
-  subject   what the user asks about: a database's name, DB@SNAPSHOT, DB:PAGE, a file's path in the store, or an object's key,
+  subject   what the user names: a database's name, DB@SNAPSHOT, DB:PAGE, a file's path in the store, or an object's key,
             with or without `objects/` before it. `why_pages.py` explains pages, `why_files.py` what is no artifact
   holder    what keeps the subject: a database that uses it, a snapshot, a fork, a reader, a job, a running plan, or time
 
@@ -15,6 +15,7 @@ is not a valid subject.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -58,7 +59,6 @@ from quire.store.why_files import (
     name_of,
     number,
     own_name,
-    quoted,
     size_of,
     snapshot_holder,
     stray_hint,
@@ -144,9 +144,11 @@ def _database(txn: ReadTxn, db_id: int, reader_lookup: ReaderLookup) -> Explanat
         *_jobs_of(txn, db_id),
     ]
     if record.former_name:
-        what = f"dropped {moment(record.dropped_at_ms)}; can be brought back for a day (maintenance.undrop_seconds)"
+        what = (
+            f"dropped {moment(record.dropped_at_ms)}; can be restored for maintenance.undrop_seconds (a day by default)"
+        )
         holders = [
-            Holder("time", "undrop", what, f"quire drop {quoted(f'#{db_id}')} --now"),
+            Holder("time", "undrop", what, f"quire drop {shlex.quote(f'#{db_id}')} --now"),
             *(holder for holder in holders if holder.kind != "snapshot"),  # restored or removed with the database
         ]
     status = "dropped" if record.former_name else record.status.name.lower()
@@ -155,9 +157,9 @@ def _database(txn: ReadTxn, db_id: int, reader_lookup: ReaderLookup) -> Explanat
 
 def _namespace(info: NamespaceInfo) -> Explanation:
     """Explain a namespace: the databases whose objects are there keep it, and so does the store until it is dropped."""
-    drop_it = f"quire namespace drop {quoted(info.name)}"
+    drop_it = f"quire namespace drop {shlex.quote(info.name)}"
     holders = [
-        Holder("database", name, "has its objects there", f"quire drop {quoted(name)}") for name in info.databases
+        Holder("database", name, "has its objects there", f"quire drop {shlex.quote(name)}") for name in info.databases
     ]
     if info.dropped_databases:
         what = f"{info.dropped_databases} dropped databases have objects there"
@@ -183,7 +185,7 @@ def _version(txn: ReadTxn, subject: str) -> Explanation | None:
         if row := txn.snapshot(db_id, snapshot_id):
             return _snapshot(txn, db_id, snapshot_id, row)
     if candidates:
-        hint = f"`quire snapshot ls {quoted(name_of(txn, candidates[0][0]))}` lists them"
+        hint = f"`quire snapshot ls {shlex.quote(name_of(txn, candidates[0][0]))}` lists them"
         raise UnknownSnapshot("the database has no such snapshot", hint=hint, subject=subject)
     return None
 
@@ -198,10 +200,10 @@ def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -
     elif WINDOW_TAG in row.tags:
         holder = Holder("time", "time travel", "serves time travel to nearby times", release)
     elif is_dropped(row):
-        back = f"quire snapshot undrop {quoted(name)} {quoted(f'#{snapshot_id}')}"
+        back = f"quire snapshot undrop {shlex.quote(name)} {shlex.quote(f'#{snapshot_id}')}"
         holder = Holder("time", "undrop", f"dropped; `{back}` brings it back", release)
     elif SCHEDULE_TAG in row.tags:
-        what = f"creates and keeps snapshots automatically (quire retention show {quoted(name)})"
+        what = f"creates and keeps snapshots automatically (quire retention show {shlex.quote(name)})"
         holder = Holder("database", name, what, f"when its retention drops it, or {release}")
     else:
         holder = Holder("snapshot", f"{name}@{title(row, snapshot_id)}", "it was created to be kept", release)
@@ -220,7 +222,7 @@ def _snapshots_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
 def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     forks = (row.name for _, row in txn.databases() if row.parent_db_id == db_id and not row.is_dropped)
     for name in islice(forks, FORKS_MAX):
-        yield Holder("fork", name, "shares unchanged data", f"quire drop {quoted(name)}")
+        yield Holder("fork", name, "shares unchanged data", f"quire drop {shlex.quote(name)}")
     if left := sum(1 for _ in forks):
         yield Holder("forks", f"{left:,} more", "share unchanged data", "`quire tree --all --limit 0` lists them")
 
@@ -267,7 +269,7 @@ def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, reader_lookup: ReaderL
         release = f"{after}the next `quire gc`, or maintenance"
         holders.append(Holder("time", "grace", "nothing refers to it any more", release))
     elif counts is not None and not holders:
-        what = f"{counts.in_use + counts.pending_upload} references are counted that no row holds"
+        what = f"its reference count is {counts.in_use + counts.pending_upload} too high: no row holds it"
         holders.append(Holder("database", name_of(txn, key.origin_db_id), what, "quire manifest check --repair"))
     return Explanation(
         names.object_key(key),
@@ -360,7 +362,10 @@ def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, reader_lookup
     if row.format is WalFormat.APPEND_ONLY:
         kept = f"has its records {row.first_lsn:,} to {row.last_lsn:,} in it, until its retention drops them"
         yield Holder(
-            "database", name, kept, _evicted(name, asked) + f"quire stream retention {quoted(name)} --days N --apply"
+            "database",
+            name,
+            kept,
+            _evicted(name, asked) + f"quire stream retention {shlex.quote(name)} --days N --apply",
         )
     elif row.state is WalState.OPEN:
         yield Holder("database", name, "writes to it", "when it is sealed: when it is full or old, or at a snapshot")
@@ -368,7 +373,7 @@ def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, reader_lookup
         holding = [info for info in reader_lookup(db_id) if info.lsn < row.last_lsn and not info.set_aside]
         if row.state is WalState.INDEXED:
             yield from _readers_of(txn, db_id, reader_lookup)
-        command = f"quire checkpoint {quoted(name)}"
+        command = f"quire checkpoint {shlex.quote(name)}"
         release = f"{command}, when its readers have closed" if holding else command
         yield Holder("database", name, "has not checkpointed it yet", release)
     else:
@@ -385,8 +390,8 @@ def _evicted(name: str, asked: str) -> str:
     if not isinstance(file, names.StreamSegmentFile):
         return ""
     if file.tier is names.Tier.HOT:
-        return f"quire stream tier {quoted(name)} evict, when it is in another tier too; or "
-    return f"quire stream tier {quoted(name)} evict --warm, when it is in the object store; or "
+        return f"quire stream tier {shlex.quote(name)} evict, when it is in another tier too; or "
+    return f"quire stream tier {shlex.quote(name)} evict --warm, when it is in the object store; or "
 
 
 def _plans(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
@@ -407,7 +412,7 @@ def _of_chunk(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
         if leaf == number and (live.origin_db_id, live.generation) in naming:
             unheld.discard((live.origin_db_id, live.generation))
             name = name_of(txn, db_id)
-            release = f"quire merge {quoted(name)}, or quire drop {quoted(name)}"
+            release = f"quire merge {shlex.quote(name)}, or quire drop {shlex.quote(name)}"
             yield Holder("database", name, f"has slot {key.id} in it", release)
     for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
         used = {(origin, generation) for leaf, origin, generation in snapshot.leaves if leaf == number} & naming

@@ -291,7 +291,7 @@ def explain_owned(
         gone = Holder("time", "sweep", f"{record.name or f'#{db_id}'} was dropped", _swept(path))
         return Explanation(path, kind, "left over", size, 0, (gone,))
     what, release = words
-    holder = Holder("database", record.name, what, release.replace("{name}", quoted(record.name)))
+    holder = Holder("database", record.name, what, release.replace("{name}", shlex.quote(record.name)))
     return Explanation(path, kind, "in use", size, 0, (holder,))
 
 
@@ -368,7 +368,7 @@ def title(row: SnapshotRecord, snapshot_id: int) -> str:
 
 def drop(name: str, row: SnapshotRecord, snapshot_id: int) -> str:
     """Return what would release a snapshot: its expiry, if it has one, and the command that drops it."""
-    command = f"quire snapshot drop {quoted(name)} {quoted(row.name or str(snapshot_id))} --now"
+    command = f"quire snapshot drop {shlex.quote(name)} {shlex.quote(row.name or str(snapshot_id))} --now"
     if row.expires_at_ms:
         return f"by itself {moment(row.expires_at_ms)}, or {command}"
     return command
@@ -385,11 +385,6 @@ def with_purpose(row: SnapshotRecord, what: str) -> str:
     if is_dropped(row):
         return f"was dropped, can be brought back, and {what}"
     return what
-
-
-def quoted(name: str) -> str:
-    """Quote a name for use in a shell command."""
-    return shlex.quote(name)
 
 
 def name_of(txn: ReadTxn, db_id: int) -> str:

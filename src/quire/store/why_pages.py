@@ -12,6 +12,7 @@ Reads the manifest in one transaction. Raises `InvalidInput` for a database with
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from quire.manifest.differences import read_leaves
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, DbRecord, Pin, SnapshotRecord, WalState
 from quire.manifest.slots import EMPTY, Chain, place
-from quire.store.why_files import Explanation, Holder, quoted, snapshot_holder
+from quire.store.why_files import Explanation, Holder, snapshot_holder
 
 FORKS_MAX = 20
 """Forks of a database to list by name; a template may have a hundred thousand."""
@@ -43,7 +44,7 @@ class PageVersion(NamedTuple):
 
 
 class PageView(NamedTuple):
-    """What somebody reads of the page's slot."""
+    """What a reader or fork reads of the page's slot."""
 
     chain: Chain
     pins: list[Pin]
@@ -60,7 +61,7 @@ def explain_page(txn: ReadTxn, subject: str, reader_lookup: ReaderLookup) -> Exp
     database, wal = txn.database(db_id), txn.wal_state(db_id)
     assert database is not None, "its name led here"
     if database.kind is not DbKind.PAGES:
-        hint = f"`quire why {quoted(name)}` explains the database"
+        hint = f"`quire why {shlex.quote(name)}` explains the database"
         raise InvalidInput("only page databases have pages", hint=hint, database=name)
     if wal is None or page >= wal.size_pages:
         pages = 0 if wal is None else wal.size_pages
@@ -98,7 +99,7 @@ class _Versions:
     def holders(self, name: str, reader_lookup: ReaderLookup) -> Iterator[tuple[PageVersion, Holder]]:
         """Yield each version with one of its holders. `name` is the database's."""
         if self.live:
-            release = f"quire drop {quoted(name)}, or a newer version of the page"
+            release = f"quire drop {shlex.quote(name)}, or a newer version of the page"
             yield self.live[-1], Holder("database", name, _needs(self.live[-1]), release)
         yield from self._of_readers(reader_lookup)
         for (_, snapshot_id), row in self._txn.scan(t.SNAPSHOT_INDEX, self._db_id):
@@ -108,7 +109,7 @@ class _Versions:
         for version in self.live[:-1]:
             if version.is_frame:
                 kept = f"keeps the version {version.where}, until a checkpoint absorbs it"
-                yield version, Holder("database", name, kept, f"quire checkpoint {quoted(name)}")
+                yield version, Holder("database", name, kept, f"quire checkpoint {shlex.quote(name)}")
 
     def _of_readers(self, reader_lookup: ReaderLookup) -> Iterator[tuple[PageVersion, Holder]]:
         readers = [(info.lsn, f"pid {info.pid}" if info.pid else info.reader) for info in reader_lookup(self._db_id)]
@@ -131,7 +132,9 @@ class _Versions:
         for fork, version in islice(shared, FORKS_MAX):
             yield (
                 version,
-                Holder("fork", fork, _needs(version), f"quire drop {quoted(fork)}, or its own version of the page"),
+                Holder(
+                    "fork", fork, _needs(version), f"quire drop {shlex.quote(fork)}, or its own version of the page"
+                ),
             )
         if left := sum(1 for _ in shared):
             what = "need a version of the page"

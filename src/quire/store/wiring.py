@@ -298,7 +298,7 @@ class Wiring:
         return self._get_or_create("window", lambda: ArchiveWindow(self.context, self._settings.archive))
 
     def _spark(self) -> Runner:
-        """Return a runner on the current Spark session, or on a new one. Called only for a job that is large or asks for it."""
+        """Return a runner on the current Spark session, or on a new one. Called only for a job that is large or requests it."""
         context = self.context
         with self._manifest.read() as txn:
             options = options_by_url(txn, context.root, self._settings)

@@ -147,8 +147,8 @@ class StreamEngine:
         reading, the stream can only be read."""
         with self._lock:
             self._require()
-            if create and isinstance(db, str) and not self._is_known(db):
-                db = self._manifest.register_db(db, DbKind.STREAM)
+            if create and isinstance(db, str):
+                db = self._manifest.find_or_register(db, DbKind.STREAM)
             with self._manifest.read() as txn:
                 stream_id, _ = txn.live(db, DbKind.STREAM)
             if (stream := self._usable(stream_id)) is not None:
@@ -262,10 +262,6 @@ class StreamEngine:
                 return
         yield open_stream, True
 
-    def _is_known(self, name: str) -> bool:
-        with self._manifest.read() as txn:
-            return bool(name) and txn.get(t.DB_NAMES, name) is not None
-
     def streams(self) -> list[Stream]:
         """Return the open streams."""
         with self._lock:
@@ -367,7 +363,7 @@ class StreamEngine:
             except (StoreClosed, StoreUnusable) as error:
                 emit("warning", "stream.tick_stopped", stream=stream.stream_id, error=str(error))
             except Exception as error:  # whatever it is, it must not stop the upkeep of the other streams
-                emit("error", "stream.tick_failed", stream=stream.stream_id, error=f"{type(error).__name__}: {error}")
+                emit("error", "stream.tick_failed", stream=stream.stream_id, error=error)
         return done
 
     def _rests(self, stream: Stream) -> bool:
@@ -391,7 +387,7 @@ class StreamEngine:
                     stream.close()
                     self._closed_extents[stream_id] = StreamExtent.of(stream)  # closing makes its last records durable
                 except Exception as error:  # the next `open` recovers it, and the thread that closes goes on
-                    emit("error", "stream.close_failed", stream=stream_id, error=f"{type(error).__name__}: {error}")
+                    emit("error", "stream.close_failed", stream=stream_id, error=error)
         return count
 
     # ── dropped streams ───────────────────────────────────────────────────────────────────────────────────────────────

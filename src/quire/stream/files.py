@@ -20,7 +20,7 @@ from quire.core.errors import StorageFault
 from quire.core.events import emit
 from quire.core.limits import KIB
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, preallocate
+from quire.durable.files import Disk, File, preallocate, remove_if_exists
 from quire.durable.names import (
     TEMPORARY,
     ManifestLogFile,
@@ -82,8 +82,7 @@ class StreamFiles(msgspec.Struct, frozen=True):
     def remove(self, tier: Tier, segment_ids: list[int]) -> None:
         """Remove files of segments durably. Missing files are not errors."""
         for segment_id in segment_ids:
-            with suppress(FileNotFoundError):
-                self.disk.remove(self.segment(tier, segment_id))
+            remove_if_exists(self.disk, self.segment(tier, segment_id))
         if segment_ids:
             self.disk.sync_dir(self.folder(tier))
 
@@ -169,8 +168,7 @@ class LogFiles(msgspec.Struct, frozen=True):
         """Remove the temporary files that a dead writer left, and return how many."""
         left = [name for name in self._names() if name.endswith(TEMPORARY)]
         for name in left:
-            with suppress(FileNotFoundError):
-                self.disk.remove(os.path.join(self.directory, name))
+            remove_if_exists(self.disk, os.path.join(self.directory, name))
         if left:
             self.disk.sync_dir(self.directory)
         return len(left)

@@ -506,7 +506,7 @@ class HotLog:
             self.failure = poisoned_by(error, what, hint=hint, stream_id=self._files.stream_id)
             self._pending.stop()  # the next append finds no room in the run, and then raises the failure
             if not isinstance(error, StoreFenced):  # one event for the store is enough: manifest.fenced
-                emit("error", "stream.failed", stream=self._files.stream_id, error=f"{type(error).__name__}: {error}")
+                emit("error", "stream.failed", stream=self._files.stream_id, error=error)
         self.waiters.wake()
         if isinstance(error, DiskFull):
             raise self.failure from self.failure.__cause__  # the first failure, even if this one came later

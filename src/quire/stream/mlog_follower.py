@@ -45,8 +45,6 @@ class Polled(msgspec.Struct):
 
     chunks: int = 0
     records: int = 0
-    jumped_to: int | None = None
-    """The snapshot with which a gap was crossed."""
     waiting_for: int | None = None
     """The chunk that is missing although later ones exist."""
     hydrations: list[ToHydrate] = msgspec.field(default_factory=list)
@@ -77,7 +75,7 @@ class LogFollower:
         polled = Polled()
         listing = self._objects.listing()
         if not self.index.records:
-            self._cross(listing, polled)
+            self._cross(listing)
         before = self.index.records
         while (chunk := self._next(listing, polled)) is not None:
             self._keep(chunk)
@@ -129,11 +127,11 @@ class LogFollower:
                 return self._objects.get_bundle(*span)
             if not any(index > self.next_chunk for index in listing.chunks):
                 return None
-            if not self._cross(listing, polled):
+            if not self._cross(listing):
                 polled.waiting_for = self.next_chunk
                 return None
 
-    def _cross(self, listing: LogListing, polled: Polled) -> bool:
+    def _cross(self, listing: LogListing) -> bool:
         snapshot = self._snapshot_behind(listing)
         if snapshot is None:
             return False
@@ -147,7 +145,6 @@ class LogFollower:
         self.index = snapshot.index
         self.next_chunk = snapshot.position.chunk_index
         self._condense(snapshot.position)
-        polled.jumped_to = snapshot.snapshot_id
         return True
 
     def _snapshot_behind(self, listing: LogListing) -> LogSnapshot | None:

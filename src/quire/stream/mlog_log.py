@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 
 import msgspec
 
@@ -24,7 +23,7 @@ from quire.core.errors import ManifestIntegrityError, StorageFault, StoreClosed,
 from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings
 from quire.durable.failpoints import hit
-from quire.durable.files import read_all
+from quire.durable.files import read_all, remove_if_exists
 from quire.durable.locks import FileLock, NoopLock
 from quire.stream.files import LogFiles
 from quire.stream.metrics import LogFigures, count_crc_error, crc_errors
@@ -356,8 +355,7 @@ class ManifestLog(AbandonedOnError):
             self._announce("chunk_evicted", "evict", index, header.committed_len)
         old = self.files.snapshots()[self._settings.snapshots_kept :]
         for snapshot_id in old:
-            with suppress(FileNotFoundError):
-                self.files.disk.remove(self.files.snapshot(snapshot_id))
+            remove_if_exists(self.files.disk, self.files.snapshot(snapshot_id))
         if removed or old:
             self.files.disk.sync_dir(self.files.directory)
         return removed

@@ -138,24 +138,24 @@ def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> li
         if info is None and segment_id <= index.opened_max:
             continue  # retired in the log: ids are never reused
         if info is None or wanted is None or not _agree(facts_of(info), wanted):
-            records += [(value, segment_id) for value in _becoming(info, wanted)]
+            records += [(value, segment_id) for value in _transition(info, wanted)]
     return records
 
 
-def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable[Payload]:
+def _transition(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable[Payload]:
     """Yield the payloads of the events on the shortest path from a segment's state to the wanted one (`None`: retired)."""
     start = info.state if info is not None else NOTHING
     goal = (
         None if wanted is None else (wanted.sealed, wanted.hot, wanted.warm_bytes is not None, wanted.key is not None)
     )
     facts = wanted or SegmentFacts(base_offset=0)
-    events = _way(start, goal)
+    events = _shortest_path(start, goal)
     is_told = info is not None and packed_of(info) is not None
     if facts.packed and not is_told and Event.UPLOAD_DONE in events and Event.COMPRESSION_DONE not in events:
         # Only a compression records the object's size: there was one, whose file has been removed since.
         size, dictionary_id = facts.packed
         facts = replace(facts, warm_bytes=size, dictionary_id=dictionary_id)
-        events = (*_way(start, (True, facts.hot, True, True)), Event.WARM_EVICTED)
+        events = (*_shortest_path(start, (True, facts.hot, True, True)), Event.WARM_EVICTED)
     key: str = (info.field(RecordType.UPLOAD_STARTED, "key") if info is not None else None) or ""
     for event in events:
         if event is Event.UPLOAD_STARTED:
@@ -204,7 +204,7 @@ def _payload(event: Event, facts: SegmentFacts, key: str) -> Payload:
 
 
 @cache
-def _way(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Event, ...]:
+def _shortest_path(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Event, ...]:
     """Return the shortest sequence of allowed events to a state like `goal` (sealed, hot, warm, remote), breadth first.
 
     Empty if there is none: a segment that the log has sealed is not opened again, whatever LMDB had before a crash.

@@ -50,20 +50,17 @@ class RecoveredLog(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     replayed: int
     """Records folded after the snapshot."""
     seconds: float
-    damaged_snapshots: int
     uploaded_upto: int
 
 
 def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> RecoveredLog:
     """Recover the state of a log. Modifies nothing."""
     began = clock.monotonic()
-    bad = 0
     base: LogSnapshot | None = None
     for snapshot in newest_snapshots(files):
         if not isinstance(snapshot, ManifestIntegrityError):
             base = snapshot
             break
-        bad += 1
         count_crc_error(files.stream_id)
         emit("warning", "stream.mlog.snapshot_damaged", stream=files.stream_id, **log_fields(snapshot))
     index = base.index if base is not None else ManifestIndex()
@@ -77,7 +74,6 @@ def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> Recove
         end=end,
         replayed=index.records - before,
         seconds=clock.monotonic() - began,
-        damaged_snapshots=bad,
         uploaded_upto=base.uploaded_upto if base is not None else 0,
     )
 

@@ -26,7 +26,7 @@ from quire.core.errors import OutOfRange, StorageFault, StoreClosed, StoreUnusab
 from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.files import File, drop_cached_pages, preallocate
+from quire.durable.files import File, drop_cached_pages, preallocate, remove_if_exists
 from quire.durable.locks import FileLock, NoopLock
 from quire.stream.files import LogFiles
 from quire.stream.mlog_format import (
@@ -256,8 +256,7 @@ class ManifestLogWriter(AbandonedOnError):
         if self._file is None:
             first = min(self._settings.chunk_bytes, CHUNK_FILE_BYTES_MIN)  # most chunks have few records
             path = self._files.chunk(self._index, temporary=True)
-            with suppress(FileNotFoundError):
-                self._files.disk.remove(path)
+            remove_if_exists(self._files.disk, path)
             self._file = preallocate(self._files.disk, path, first)
             self._resized(first)
             hit("stream.mlog.created")

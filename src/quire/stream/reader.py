@@ -176,7 +176,7 @@ class StreamReader:
                     yield span.within(position, stop)
                     position = span.end_record
                 if position == begun:
-                    raise Lost(_lacking(segment, position))
+                    raise Lost(_incomplete_copy(segment, position))
             except Lost as lost:
                 self._lost(position, segment, tier, lost, search)
 
@@ -279,7 +279,7 @@ class _Search:
         self.races = 0
 
 
-def _lacking(segment: StreamSegment, record: int) -> Corruption:
+def _incomplete_copy(segment: StreamSegment, record: int) -> Corruption:
     return Corruption(
         "a segment's copy lacks some of its records", hint=VERIFY, segment=segment.segment_id, record=record
     )

@@ -342,7 +342,7 @@ def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int
     # Retention removes from the beginning: an opened segment below the first retained record is a retired one.
     if segment_id <= ledger.index.opened_max and held.base_record < first:
         return None  # the log has retired it
-    return f"records {held.base_record} to {held.end_record - 1} of a segment that the state does not know"
+    return f"records {held.base_record} to {held.end_record - 1} of a segment that the state does not contain"
 
 
 def _missing(files: StreamFiles, ledger: Ledger, segment: StreamSegment, tier: Tier) -> None:

@@ -155,13 +155,13 @@ class Repair:
             survey.steps.append(
                 f"continue with a log that has {lost} fewer records than when the stream was last closed"
             )
-        mine = [
+        quarantined = [
             entry for entry in entries(self._files.disk, self._files.root) if entry.database == self._files.stream_id
         ]
-        if mine:
-            numbers = " ".join(str(entry.number) for entry in mine)
+        if quarantined:
+            numbers = " ".join(str(entry.number) for entry in quarantined)
             survey.notes.append(
-                f"{len(mine)} of its files are in quarantine ({numbers}): first restore what you need "
+                f"{len(quarantined)} of its files are in quarantine ({numbers}): first restore what you need "
                 "with `quire quarantine restore`"
             )
         return survey
@@ -301,7 +301,7 @@ class Repair:
             first, end = first or facts.base_offset, max(end, last)
         survey.segments, survey.records = len(survey.facts), (first, end)
         if appended := {segment_id for _, segment_id in catch_up(known, survey.facts)}:
-            survey.steps.append(f"add to the log what it does not know about segments {_numbers(sorted(appended))}")
+            survey.steps.append(f"add missing records of segments {_numbers(sorted(appended))} to the log")
 
     def _strays(self, survey: StreamSurvey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
         """Return (facts, end record) of each segment that only the bucket has. `bases`: first records according to LMDB."""
@@ -427,14 +427,14 @@ class Repair:
             restore_chunk(self._log, self._objects, number)
         log = ManifestLog.open(self._log, clock=self._clock, settings=self._settings, objects=self._objects)
         with log:
-            bring_up(log, self._truth(survey))
+            bring_up(log, self._repaired_index(survey))
             records = log.index.records
         state = StreamState(files, self._clock)
         state.persist_mode("on")
         # Only a repair may lower this number: the log has fewer records than at the last close.
         state.persist_log_records(records)
 
-    def _truth(self, survey: StreamSurvey) -> ManifestIndex:
+    def _repaired_index(self, survey: StreamSurvey) -> ManifestIndex:
         """Return the state to which the log is brought up: its own, and what the survey has found."""
         index, now = copy.deepcopy(survey.known), self._clock.now_ms()
         for value, segment_id in catch_up(survey.known, survey.facts):

@@ -138,16 +138,19 @@ class HotSource:
             want = max(WINDOW_BYTES, span_scan.need_bytes)
 
 
+def _opened(files: StreamFiles, segment: Segment, tier: Tier, what: str) -> closing[File]:
+    path = files.segment(tier, segment.segment_id)
+    try:
+        return closing(files.disk.open(path, write=False))
+    except FileNotFoundError as error:
+        where = {"path": path, "segment": segment.segment_id}
+        raise Lost(Corruption(f"{what}'s file is missing", hint=VERIFY, **where)) from error
+
+
 @contextmanager
 def hot_source(files: StreamFiles, segment: Segment, end: int) -> Iterator[HotSource]:
     """Open the hot file of a segment."""
-    path = files.segment(Tier.HOT, segment.segment_id)
-    try:
-        file = files.disk.open(path, write=False)
-    except FileNotFoundError as error:
-        where = {"path": path, "segment": segment.segment_id}
-        raise Lost(Corruption("a segment's file is missing", hint=VERIFY, **where)) from error
-    with closing(file):
+    with _opened(files, segment, Tier.HOT, "a segment") as file:
         yield HotSource(files, segment, file, end)
 
 
@@ -216,16 +219,13 @@ class WarmSource:
 @contextmanager
 def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Iterator[WarmSource]:
     """Open the compressed file of a segment."""
-    path = files.segment(Tier.WARM, segment.segment_id)
-    try:
-        file = files.disk.open(path, write=False)
-    except FileNotFoundError as error:
-        where = {"path": path, "segment": segment.segment_id}
-        raise Lost(Corruption("a compressed segment's file is missing", hint=VERIFY, **where)) from error
-    with closing(file):
+    with _opened(files, segment, Tier.WARM, "a compressed segment") as file:
         try:
             reader = WarmReader(
-                lambda offset, size: file.read_at(size, offset), file.size(), path=path, raw_bytes=segment.durable_bytes
+                lambda offset, size: file.read_at(size, offset),
+                file.size(),
+                path=file.path,
+                raw_bytes=segment.durable_bytes,
             )
         except Corruption as error:
             raise Lost(error) from error

@@ -50,20 +50,20 @@ def problems(stream: Stream, *, deep: bool = True) -> Iterator[LogProblem]:
             problems = list(_of_segment(stream, again, deep)) if again is not None else []
         yield from problems
     yield from _leaks(stream)
-    yield from _apart(stream)
+    yield from _differences(stream)
 
 
-def _apart(stream: Stream) -> Iterator[LogProblem]:
+def _differences(stream: Stream) -> Iterator[LogProblem]:
     """Check T7 in both directions, except for local copies, which LMDB does not record: T1, T2 and T6 check those."""
-    for apart in stream.compare() if stream.mode is Mode.ON else ():
-        log, rows = apart.log, apart.projection
+    for difference in stream.compare() if stream.mode is Mode.ON else ():
+        log, rows = difference.log, difference.projection
         if log is None or rows is None:
             what = f"only {'LMDB' if log is None else 'the manifest log'} has a segment"
         elif replace(log, hot=rows.hot, warm_bytes=rows.warm_bytes, dictionary_id=rows.dictionary_id) == rows:
             continue
         else:
             what = "the manifest log and LMDB differ about a segment"
-        yield LogProblem(rule="T7", what=what, where={"segment": apart.segment_id})
+        yield LogProblem(rule="T7", what=what, where={"segment": difference.segment_id})
 
 
 def _of_segment(stream: Stream, segment: StreamSegment, deep: bool) -> Iterator[LogProblem]:
@@ -86,13 +86,13 @@ def _checked(rule: str, segment: StreamSegment, crc: Callable[[], int]) -> Itera
                 rule=rule, what="a copy differs from the segment that was sealed", where={"segment": segment.segment_id}
             )
     except (Corruption, ObjectNotFound, OutOfRange) as error:
-        yield LogProblem(rule=rule, what=error.what, where={"segment": segment.segment_id, **_told(error)})
+        yield LogProblem(rule=rule, what=error.what, where={"segment": segment.segment_id, **_coordinates(error)})
     except FileNotFoundError as error:
         where = {"segment": segment.segment_id, "path": str(error.filename)}
         yield LogProblem(rule=rule, what="a copy's file is missing", where=where)
 
 
-def _told(error: QuireError) -> dict[str, object]:
+def _coordinates(error: QuireError) -> dict[str, object]:
     return {name: value for name, value in error.where.items() if name != "segment"}
 
 

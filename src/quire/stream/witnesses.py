@@ -109,19 +109,19 @@ def missing_from_log(
     if index.records < closed_records:
         yield f"the log has {index.records} records, and had {closed_records} when the stream was last closed"
     if witness.last_segment > index.opened_max:
-        yield f"LMDB has had segment {witness.last_segment}, the log ends with segment {index.opened_max}"
+        yield f"LMDB had segment {witness.last_segment}, the log ends with segment {index.opened_max}"
     for row in witness.segments:
         info = index.get(row.segment_id)
         if info is None:
             # A segment at or below it was retired: the log is ahead of LMDB, as after every crash.
             if row.segment_id > index.opened_max:
-                yield f"LMDB has segment {row.segment_id}, the log does not know it"
+                yield f"LMDB has segment {row.segment_id}, the log has no record of it"
         elif (what := _differs(info, row)) is not None:
             yield f"segment {row.segment_id}: {what}"
     for file in held:
         if file.segment_id > index.opened_max and file.end_record > file.base_record:
             records = f"records {file.base_record} to {file.end_record - 1}"
-            yield f"the {file.tier} file of segment {file.segment_id} has {records}, the log does not know it"
+            yield f"the {file.tier} file of segment {file.segment_id} has {records}, the log has no record of it"
 
 
 def _differs(info: SegmentInfo, row: KnownSegment) -> str | None:

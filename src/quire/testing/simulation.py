@@ -236,7 +236,7 @@ def _recover(name: str, before: Ending, kinds: Collection[str], plant: Callable[
 def _write_astray(name: str, before: Ending, number: int, plant: Callable[[], None] | None) -> Ending:
     """Run a life on a disk that silently loses or misplaces a write. The result is checked only after a clean close.
 
-    After any other end, the newest bytes have no witness: a lost write cannot be told from one that never happened.
+    After any other end, the newest bytes have no witness: a lost write cannot be distinguished from one that never happened.
     """
     if plant is not None:
         plant()

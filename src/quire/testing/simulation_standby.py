@@ -311,15 +311,15 @@ class Trail:
             return [*findings, *(text for name, seen in sight.model.items() for text in self._never_was(name, seen))]
         differences: list[list[str]] = []
         for number, model in enumerate(self.models[least:], least):
-            found = [] if sight.is_behind else list(sight.refused)
+            differing = [] if sight.is_behind else list(sight.refused)
             if set(sight.model) != set(model) and not sight.refused:
-                found.append(f"databases are {sorted(sight.model)}, not {sorted(model)}")
+                differing.append(f"databases are {sorted(sight.model)}, not {sorted(model)}")
             for name, seen in sight.model.items():
-                found += _differences(name, seen, model, is_published=is_published)
-            if not found:
+                differing += _differences(name, seen, model, is_published=is_published)
+            if not differing:
                 del self.models[:number]
                 return findings
-            differences.append(found)
+            differences.append(differing)
         best = min(differences, key=len)
         return [*findings, f"the standby matches none of {len(differences)} models; the nearest:", *best]
 

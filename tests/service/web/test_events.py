@@ -169,7 +169,7 @@ def test_a_page_that_does_not_read_is_dropped_and_the_others_go_on(
         hub = web._web.hub
         bulk = {"changes": ["x" * 1000] * 200}
         while not web.figures().pages_dropped:
-            hub._tell("changes", bulk)
+            hub._broadcast("changes", bulk)
             time.sleep(0.02)
         assert web.figures().pages_dropped == 1
         wait_for_pages(web, 1)
@@ -184,7 +184,7 @@ def test_a_page_that_does_not_read_is_dropped_and_the_others_go_on(
 
 def test_a_full_queue_drops_its_subscriber() -> None:
     subscriber = Subscriber()
-    assert [subscriber.tell(b"x") for _ in range(QUEUE_MAX + 1)] == [True] * QUEUE_MAX + [False]
+    assert [subscriber.push(b"x") for _ in range(QUEUE_MAX + 1)] == [True] * QUEUE_MAX + [False]
     assert subscriber.take() is None
     assert subscriber.dropped
 

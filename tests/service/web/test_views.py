@@ -18,7 +18,7 @@ from quire.core.timeline import Gap
 from quire.durable.names import lsm_home, stream_dir
 from quire.manifest.records import JobKind, JobState, RetentionRecord
 from quire.service.web import dashboard_state, database, streams
-from quire.service.web.history import DATABASES, SAMPLES, History
+from quire.service.web.dashboard_state import DATABASES, SAMPLES, History
 from quire.service.web.overview import JOBS_MAX
 from quire.service.web.response_cache import Cached
 from quire.service.web.server import WebServer

@@ -37,6 +37,7 @@ from quire.archive.format import (
     decode_object,
     log_key,
 )
+from quire.archive.log_reader import no_archive
 from quire.archive.window import ArchiveListing, Line, Oldest, list_archive
 from quire.core.errors import Corruption, ObjectNotFound, QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -109,11 +110,7 @@ def audit_archive(
         audit = ArchiveAudit(store_id)
         listing = list_archive(store, store_id)
         if not listing.epochs:
-            raise ObjectNotFound(
-                "this bucket has no archive of the store",
-                hint="check the URL, or run `quire archive on` on the store first",
-                store=store.url,
-            )
+            raise no_archive(store)
         with tempfile.TemporaryDirectory(prefix="quire-audit-") as scratch:
             log_pass = _LogPass(store, store_id, audit)
             _audit(log_pass, listing, scratch, choose, now_ms, progress)

@@ -21,7 +21,7 @@ from typing import Any
 from quire.core.errors import QuireError, StoreClosed, StoreUnusable, UnknownDatabase, WrongKind
 from quire.core.events import emit
 from quire.durable.failpoints import hit
-from quire.jobs.bundle.run import Looked, LookTask, MakeTask, list_log_objects, make
+from quire.jobs.bundle.run import ListedLog, ListLogTask, MakeTask, list_log_objects, make
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.manifest.jobqueue import Job
@@ -41,7 +41,7 @@ def bundle_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     assert ctx.streams is not None, "a worker of a store has the stream engine"
     total: dict[str, Any] = {"streams": len(tasks), "bundles": 0, "records": 0, "bytes": 0, "retired": 0, "failed": []}
     first: QuireError | None = None
-    logs: list[Looked] = []
+    logs: list[ListedLog] = []
     runner = ctx.choose_runner(given["runner"], len(tasks) * STREAM_BYTES, label="quire-bundle")
     for answer in runner.map(list_log_objects, tasks, tick=progress):
         if answer.error is not None:
@@ -90,7 +90,7 @@ STREAM_BYTES = 1 << 20
 """Bytes of work that the listing of one stream counts as when a runner is chosen: `auto` uses Spark from 256 streams on."""
 
 
-def listing_tasks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: float) -> list[LookTask]:
+def listing_tasks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: float) -> list[ListLogTask]:
     """Return one task for each log; `db_id` 0 means all streams."""
     now = ctx.clock.now_ms()
     tasks = []
@@ -98,7 +98,7 @@ def listing_tasks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: flo
         if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED and db_id in (0, stream_id):
             place_id, url = txn.place_of(stream_id, ctx.objects_url)
             tasks.append(
-                LookTask(
+                ListLogTask(
                     stream_id=stream_id,
                     url=url,
                     now_ms=now,

@@ -16,7 +16,7 @@ from quire.stream.mlog_tier2 import LogObjects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookTask:
+class ListLogTask:
     """A manifest log to list."""
 
     stream_id: int
@@ -27,7 +27,7 @@ class LookTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class ListedLog:
     """The bundles of a log that are due, and those that an earlier job has left."""
 
     stream_id: int
@@ -45,7 +45,7 @@ class MakeTask:
     task: BundleTask
 
 
-def list_log_objects(task: LookTask, tools: Tools) -> Looked:
+def list_log_objects(task: ListLogTask, tools: Tools) -> ListedLog:
     """List the objects of one log and read its newest snapshot."""
     objects = LogObjects(tools.open_store(task.url), task.stream_id, task.prefixes)
     due = plan(objects, now_ms=task.now_ms, period_seconds=task.period_seconds)
@@ -53,7 +53,7 @@ def list_log_objects(task: LookTask, tools: Tools) -> Looked:
     size = sum(
         chunks[index].size_bytes for task in due for index in range(task.first, task.last + 1) if index in chunks
     )
-    return Looked(task.stream_id, tuple(due), tuple(left_over(objects)), size)
+    return ListedLog(task.stream_id, tuple(due), tuple(left_over(objects)), size)
 
 
 def make(task: MakeTask, tools: Tools) -> BundleResult:

@@ -417,7 +417,7 @@ def set_readers_aside(ctx: JobContext, db_id: int, floor: int) -> bool:
         if any(row.anchor_lsn >= mark.lsn for _, row in reader_snapshots(txn, db_id)):
             return False
         anchor = anchor_at(txn, db_id, mark, with_base=True)
-    readers = [lease.who for lease in ctx.pages.readers(db_id) if lease.lsn <= mark.lsn and not lease.set_aside]
+    readers = [lease.description for lease in ctx.pages.readers(db_id) if lease.lsn <= mark.lsn and not lease.set_aside]
     tags = {WINDOW_TAG: KEPT_FOR_READER, FROM_TAG: str(wal.checkpointed_lsn)}
     expires = ctx.clock.now_ms() + ASIDE_MS
     info = ctx.manifest.snapshots.publish(db_id, anchor=anchor, tags=tags, expires_at_ms=expires)
@@ -506,7 +506,7 @@ def select_segments(
             floor_lsn=floor,
             segments=[segment_id for segment_id, _ in chosen],
             waiting=waiting,
-            blocking_readers=[lease.who for lease in blocking_readers(pages, db_id)] if waiting else [],
+            blocking_readers=[lease.description for lease in blocking_readers(pages, db_id)] if waiting else [],
         )
     if ctx.settings.time_travel_seconds:
         if floor > max(indexed, default=0):

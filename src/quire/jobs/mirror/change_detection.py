@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.core.decoding import described
 from quire.core.errors import NotFound
+from quire.durable.names import matches_any
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
@@ -61,7 +61,7 @@ def differences(
     for db_id, record in txn.databases():
         is_damaged = unreadable.pop(db_id, None) is not None
         is_followed = record.kind is DbKind.PAGES and not record.is_dropped
-        if not is_followed or not _matches(record.name, mirror.databases):
+        if not is_followed or not matches_any(record.name, mirror.databases):
             continue
         if is_damaged:
             damaged.add(db_id)
@@ -73,16 +73,11 @@ def differences(
             changed.append(LiveDatabase(db_id, record.name, lsn))
     # The rows of the others cannot be decoded. Only the index of names says whose they are, unless it is damaged too.
     damaged.update(
-        db_id for db_id, name in unreadable.items() if db_id in held or not name or _matches(name, mirror.databases)
+        db_id for db_id, name in unreadable.items() if db_id in held or not name or matches_any(name, mirror.databases)
     )
     kept = same | damaged | {database.db_id for database in changed}
     gone = {db_id: row for db_id, row in held.items() if db_id not in kept}
     return Differences(changed, gone, len(kept), damaged)
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    """Return whether a name is one of these, or matches one of them."""
-    return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def newest_version(txn: ReadTxn, db_id: int, newest: Mapping[int, int] | None) -> int | None:

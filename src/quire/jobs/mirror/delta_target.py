@@ -19,7 +19,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from quire.core.clock import Clock
 from quire.core.errors import InvalidInput, StalePlan
 from quire.jobs.mirror.run import Column, WrittenFile, arrow_schema
-from quire.jobs.mirror.target import FileSize, TargetState, require_same
+from quire.jobs.mirror.target import FileSize, TargetState, require_same, unsupported_type
 from quire.sqlite.tables import DATABASE
 
 TO_DELTA = {"bigint": "long", "double": "double", "string": "string", "binary": "binary", "boolean": "boolean"}
@@ -67,13 +67,7 @@ class DeltaTarget:
             kind = field.type.type if isinstance(field.type, PrimitiveType) else str(field.type)
             if field.name != DATABASE:
                 if kind not in FROM_DELTA:
-                    hint = "use a new table: the mirror creates it"
-                    raise InvalidInput(
-                        "the table has a column type that mirrors do not support",
-                        hint=hint,
-                        column=field.name,
-                        type=kind,
-                    )
+                    raise unsupported_type(field.name, kind)
                 columns.append((field.name, FROM_DELTA[kind]))
         return columns
 

@@ -37,7 +37,7 @@ from pyiceberg.types import (
 from quire.core.clock import Clock
 from quire.core.errors import InvalidInput, StalePlan, Unavailable
 from quire.jobs.mirror.run import Column, WrittenFile
-from quire.jobs.mirror.target import FileSize, TargetState, require_same
+from quire.jobs.mirror.target import FileSize, TargetState, require_same, unsupported_type
 from quire.sqlite.tables import DATABASE
 
 CATALOG = "catalog."
@@ -177,12 +177,6 @@ def _columns(schema: Schema) -> list[Column]:
     for field in schema.fields:
         if field.name != DATABASE:
             if type(field.field_type) not in names:
-                hint = "use a new table: the mirror creates it"
-                raise InvalidInput(
-                    "the table has a column type that mirrors do not support",
-                    hint=hint,
-                    column=field.name,
-                    type=str(field.field_type),
-                )
+                raise unsupported_type(field.name, str(field.field_type))
             columns.append((field.name, names[type(field.field_type)]))
     return columns

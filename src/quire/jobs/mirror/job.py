@@ -117,10 +117,10 @@ def check_target(ctx: JobContext, mirror_id: int, mirror: MirrorRecord) -> None:
     with ctx.manifest.read() as txn:
         state = target_of(txn, mirror_id, mirror, ctx.clock).read()
     if state is not None and (state.files or state.batch_id):
-        raise _not_ours(mirror)
+        raise _foreign_target(mirror)
 
 
-def _not_ours(mirror: MirrorRecord) -> InvalidInput:
+def _foreign_target(mirror: MirrorRecord) -> InvalidInput:
     hint = "name another target, or remove the table first"
     return InvalidInput("the target belongs to something else", hint=hint, target=mirror.target, mirror=mirror.name)
 
@@ -177,7 +177,7 @@ class _PlannedRun:
                     "the target was removed in the meantime", hint="plan it again", target=self._mirror.target
                 )
         held, is_full = self._agree(state, full=full)
-        plan = self._look(held)
+        plan = self._plan_run(held)
         done = {
             "mirror": self._mirror.name,
             "full": is_full,
@@ -230,7 +230,7 @@ class _PlannedRun:
         if not (state.batch_id or state.files):
             return {}, True
         if not state.batch_id:
-            raise _not_ours(mirror)
+            raise _foreign_target(mirror)
         if state.batch_id != mirror.batch_id:
             with self._ctx.manifest.read() as txn:
                 is_known = next(iter(txn.scan(t.MIRROR_BATCH, self._mirror_id, state.batch_id)), None) is not None
@@ -293,7 +293,7 @@ class _PlannedRun:
                 return
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _look(self, held: Held) -> _Plan:
+    def _plan_run(self, held: Held) -> _Plan:
         """Plan the run: find the changed databases, choose a runner for their size, and lend their versions."""
         pages = self._pages
         newest = newest_versions(pages.stores())
@@ -304,7 +304,9 @@ class _PlannedRun:
         views: Views = {}
         for start in range(0, len(differ.changed), LENT_AT_ONCE):
             some = differ.changed[start : start + LENT_AT_ONCE]
-            for database, view in zip(some, self._lent([database.db_id for database in some], runner), strict=True):
+            for database, view in zip(
+                some, self._leased_views([database.db_id for database in some], runner), strict=True
+            ):
                 row = held.get(database.db_id)
                 # A database whose version was unknown before it was opened may turn out to be unchanged.
                 if row is None or (row.name, row.lsn) != (database.name, view.lsn):
@@ -312,7 +314,7 @@ class _PlannedRun:
             self._progress(0, 0)
         return _Plan(runner, differ, held, views)
 
-    def _lent(self, db_ids: list[int], runner: Runner) -> list[SnapshotView]:
+    def _leased_views(self, db_ids: list[int], runner: Runner) -> list[SnapshotView]:
         try:
             lease_id, views = self._pages.lend(
                 db_ids, LEASE_SECONDS, lease_id=self._lease_id, upload=not runner.shares_disk
@@ -356,7 +358,7 @@ class _PlannedRun:
             columns = tuple(merged)
             if not disagree:
                 plan.columns, plan.files = columns, tuple(file for answer in answers for file in answer.files)
-                _tell(self._mirror.name, answers)
+                _report_new_types(self._mirror.name, answers)
                 return
         raise InternalError("files of a mirror disagree about their columns", mirror=self._mirror.name)
 
@@ -380,7 +382,7 @@ class _PlannedRun:
             commit_step(self._ctx, self._job, [BeginMirrorBatch(self._mirror_id, batch_id, some)])
 
 
-def _tell(mirror: str, answers: Iterable[Written]) -> None:
+def _report_new_types(mirror: str, answers: Iterable[Written]) -> None:
     """Emit an event for each type that changed: queries must use the new column."""
     for database, column, target in {new_type for answer in answers for new_type in answer.new_types}:
         emit("warning", "mirror.new_column_for_type", mirror=mirror, database=database, column=column, target=target)

@@ -46,7 +46,8 @@ from quire.sqlite.arrow_rows import ColumnQuery, coalesced, table_batches
 from quire.sqlite.column_types import SampledColumn, sampled
 from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.row_reads import naming
-from quire.sqlite.tables import DATABASE, SqliteTable, connected, declared_type, find_table, quoted
+from quire.sqlite.tables import DATABASE, SqliteTable, connected, declared_type, find_table
+from quire.sqlite.where_clause import quoted
 
 if TYPE_CHECKING:
     from quire.sqlite.connect import Connection

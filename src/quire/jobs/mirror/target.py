@@ -70,6 +70,12 @@ def require_same(before: TargetState | None, after: TargetState | None, target: 
         raise StalePlan("the target has changed in the meantime", hint="plan it again", target=target)
 
 
+def unsupported_type(column: str, kind: str) -> InvalidInput:
+    """Return the error for a column of the target whose type mirrors cannot write."""
+    hint = "use a new table: the mirror creates it"
+    return InvalidInput("the table has a column type that mirrors do not support", hint=hint, column=column, type=kind)
+
+
 def split_target(target: str) -> tuple[str, str]:
     """Return (format, location) of a target.
 

@@ -78,7 +78,7 @@ def restore(
         is_own = adopt and _are_same(disk, draft, target)
         disk.remove(draft)
         if not is_own:
-            raise _taken(target)
+            raise _file_exists(target)
     else:
         # Each task has synced its part, so the name is given to a complete and durable file.
         disk.rename(draft, target)
@@ -89,10 +89,10 @@ def restore(
 def need_no_file(disk: Disk, target: str) -> None:
     """Raise `AlreadyExists` if the file exists."""
     if disk.exists(target):
-        raise _taken(target)
+        raise _file_exists(target)
 
 
-def _taken(target: str) -> AlreadyExists:
+def _file_exists(target: str) -> AlreadyExists:
     return AlreadyExists(
         "the file already exists", hint="choose another name, or replace it with `--force`", path=target
     )

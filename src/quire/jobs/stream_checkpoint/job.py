@@ -63,7 +63,7 @@ def stream_checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outc
     manifest = ctx.manifest
     with manifest.read() as txn:
         plan = plan_stream(txn, job.db_id)
-        wanted = to_see(ctx, txn, plan)
+        wanted = copies_of(ctx, txn, plan)
     progress(0, len(wanted))
     hit("jobs.stream_checkpoint.planned")
     if not wanted:
@@ -120,7 +120,7 @@ def plan_stream(txn: ReadTxn, stream_id: int) -> StreamPlan:
     return StreamPlan(stream_id, tuple(segments[:SEGMENTS_MAX]), len(segments) > SEGMENTS_MAX)
 
 
-def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee]:
+def copies_of(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentCopies]:
     """Return where copies of each planned segment may be."""
     segments = []
     for segment_id, row in plan.segments:
@@ -128,7 +128,7 @@ def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee
         where = ctx.place_of(txn, key, row)
         warm = StreamSegmentFile(stream_id=plan.stream_id, tier=Tier.WARM, segment_id=segment_id).path
         segments.append(
-            SegmentToSee(
+            SegmentCopies(
                 segment_id=segment_id,
                 hot=where.local,
                 warm=os.path.join(ctx.root, warm),
@@ -142,7 +142,7 @@ def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee
 
 # ── checking copies ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentToSee:
+class SegmentCopies:
     """The locations where copies of a segment may be."""
 
     segment_id: int
@@ -154,14 +154,14 @@ class SegmentToSee:
     used_bytes: int
 
 
-def with_copies(segments: Iterable[SegmentToSee], *, disk: Disk, open_store: OpenStore) -> set[int]:
+def with_copies(segments: Iterable[SegmentCopies], *, disk: Disk, open_store: OpenStore) -> set[int]:
     """Return the ids of the segments that have a copy."""
-    present = {segment.segment_id for segment in segments if _is_there(segment, disk, open_store)}
+    present = {segment.segment_id for segment in segments if _has_copy(segment, disk, open_store)}
     hit("jobs.stream_checkpoint.seen")
     return present
 
 
-def _is_there(segment: SegmentToSee, disk: Disk, open_store: OpenStore) -> bool:
+def _has_copy(segment: SegmentCopies, disk: Disk, open_store: OpenStore) -> bool:
     if _size(disk, segment.hot) >= segment.used_bytes or _size(disk, segment.warm) > 0:
         return True
     if not segment.object_key:

@@ -318,7 +318,7 @@ def plan_hydration(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
 
 
 def no_digest(key: ArtifactKey) -> Corruption:
-    """Return the error for an artifact with a damaged copy when no digest tells which copy it is."""
+    """Return the error for an artifact with a damaged copy when no digest shows which copy it is."""
     return Corruption(
         "a copy of the artifact is damaged, and no digest says which copy is good",
         hint="compare the file and the object by hand",

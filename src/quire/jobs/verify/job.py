@@ -246,20 +246,20 @@ def tasks(wave: Sequence[tuple[ArtifactLocation, int]], width: int) -> list[Veri
     costs = [place.size_bytes + ARTIFACT_BYTES for place, _ in wave]
     left, ready = sum(costs), list[VerifyTask]()
     begin = size = 0
-    wanted = _wanted(left, width)
+    wanted = _task_bytes(left, width)
     for end, cost in enumerate(costs):
         if begin < end and size + cost > wanted:
             ready.append(_task(wave[begin:end]))
             left, begin, size = left - size, end, 0
             if len(ready) % width == 0:
-                wanted = _wanted(left, width)
+                wanted = _task_bytes(left, width)
         if begin == end and left <= EVEN_BYTES * width and len(ready) % width == 0:
             break
         size += cost
     return ready + _evenly(wave[begin:], costs[begin:], width)
 
 
-def _wanted(left: int, width: int) -> int:
+def _task_bytes(left: int, width: int) -> int:
     """Return the size of each of the next tasks when `left` bytes are left."""
     return min(max(2 * left // (3 * width), TASK_BYTES_MIN), TASK_BYTES_MAX)
 
@@ -413,12 +413,12 @@ def verify_files(ctx: JobContext, runner: Runner, progress: Progress) -> Counts:
     counts = Counts()
     _manifest(ctx, counts)
     files = [*_open_segments(ctx), *_key_values(ctx, counts), *_backups(ctx)]
-    findings = _look(ctx, files, runner, progress)
+    findings = _check_files(ctx, files, runner, progress)
     again = {finding.file for finding in findings if finding.problems}
     if again:
         # A file that was compacted away in the meantime is not missing.
         still = {*_open_segments(ctx), *_key_values(ctx, Counts()), *_backups(ctx)}
-        second = _look(ctx, [file for file in again if file in still], runner, progress)
+        second = _check_files(ctx, [file for file in again if file in still], runner, progress)
         findings = [finding for finding in findings if not finding.problems] + second
     for finding in findings:
         file = finding.file
@@ -428,7 +428,7 @@ def verify_files(ctx: JobContext, runner: Runner, progress: Progress) -> Counts:
     return counts
 
 
-def _look(ctx: JobContext, files: list[StoredFile], runner: Runner, progress: Progress) -> list[FileFinding]:
+def _check_files(ctx: JobContext, files: list[StoredFile], runner: Runner, progress: Progress) -> list[FileFinding]:
     here = runner if runner.shares_disk else ctx.thread_runner("quire-verify")
     starts = range(0, len(files), GROUP_FILES)
     tasks = [FilesTask(url=ctx.objects_url, files=tuple(files[start : start + GROUP_FILES])) for start in starts]

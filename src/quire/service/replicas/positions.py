@@ -102,7 +102,7 @@ class Positions:
                     is_free = next(iter(txn.raw_scan(t.REPLICA_POSITIONS, history.db_id, generation)), None) is None
                 if is_free and generation <= GENERATION_MAX:
                     break
-            # Before the generation is told to anyone: exports of it are read later, so they are at least as new as
+            # Before any client receives the generation: exports of it are read later, so they are at least as new as
             # this version (rule 3).
             self._put(history, generation, 0, newest_lsn)
             self._exports[history] = (generation, now + EXPORT_SECONDS)

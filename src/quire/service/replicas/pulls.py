@@ -106,7 +106,7 @@ def _since(store: PageStore, history: HistoryId, since: str, reader: Snapshot) -
 
 
 def require_pages(reader: Snapshot) -> None:
-    """Raise if the version has no pages: no message tells a replica of another history that there are none."""
+    """Raise if the version has no pages: the protocol has no message for that to a replica of another history."""
     if not reader.size_pages:
         raise Conflict(
             "the database was replaced by a new one, which has no pages yet",

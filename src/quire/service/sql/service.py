@@ -241,7 +241,7 @@ class SqlService:
             try:
                 await self._sweep_once()
             except Exception as error:  # if the loop ended, idle transactions would keep their locks
-                emit("error", "service.bug", action="sql.sweep", error=f"{type(error).__name__}: {error}")
+                emit("error", "service.bug", action="sql.sweep", error=error)
 
     async def _sweep_once(self) -> None:
         await self.streams.sweep()

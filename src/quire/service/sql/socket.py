@@ -40,7 +40,7 @@ STREAMS_MAX = 128
 CURSORS_MAX = 128
 REQUESTS_MAX = 64
 FETCH_BYTES = 1 << 20
-"""A fetch ends with the entry that exceeds this, even if the client asked for more."""
+"""A fetch ends with the entry that exceeds this, even if the client requested more."""
 PROTOCOLS = ("hrana3", "hrana2", "hrana1")
 """In order of preference; `hrana1` if the client offers none."""
 
@@ -147,7 +147,7 @@ class HranaSocket:
         except QuireError as error:
             reply = p.ResponseError(number, p.WireError(str(error), type(error).__name__))
         except Exception as error:
-            emit("error", "sql.bug", where="socket", error=f"{type(error).__name__}: {error}")
+            emit("error", "sql.bug", where="socket", error=error)
             reply = p.ResponseError(
                 number, p.WireError(f"a bug at the owner: {type(error).__name__}", "INTERNAL_ERROR")
             )

@@ -247,7 +247,7 @@ class StreamRegistry:
             try:
                 await self._sweep_stream(stream, now - stream.used_at)
             except Exception as error:  # of this stream: the transactions of the next ones are still rolled back
-                emit("error", "service.bug", action="sql.sweep", error=f"{type(error).__name__}: {error}")
+                emit("error", "service.bug", action="sql.sweep", error=error)
 
     async def _sweep_stream(self, stream: SqlStream, idle_seconds: float) -> None:
         limits = self.limits

@@ -140,7 +140,7 @@ def is_linked(path: str) -> bool:
 
 
 def _follows_link(headers: Headers) -> bool:
-    """Return whether a browser will show the answer as a page of its own, as after a click on a link."""
+    """Return whether a browser will show the answer as a separate page, as after a click on a link."""
     return headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
 
 

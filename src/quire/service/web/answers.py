@@ -3,7 +3,7 @@
 Rules
   1. JSON is what `core.plain` returns for a value, with one difference: an integer that a browser cannot represent (beyond
      2^53) is text, because JavaScript would round it silently.
-  2. An error is sent as `{"error", "message", "hint"}` with a status that tells the caller what to do; its internal coordinates
+  2. An error is sent as `{"error", "message", "hint"}` with a status that shows the caller how to react; internal coordinates
      are not sent.
 
 Threads: any; pure functions.

@@ -41,7 +41,7 @@ class _HttpCall:
         self._admission = admission
         self._peer = peer
         self.is_cancelled = leaving.done
-        """Returns whether the client has hung up."""
+        """Returns whether the client has disconnected."""
 
     def get_middleware(self, _: str) -> Admission:
         """Return the caller's admission."""

@@ -89,14 +89,14 @@ class StoreSurvey:
 
 def survey_of(txn: ReadTxn, db_id: int) -> Survey:
     """Return the figures of one database; if it is closed because of damaged rows, as far as they can be read."""
-    one = Survey()
+    total = Survey()
     try:
-        for _, row, size_bytes in _artifacts(txn, one, db_id):
-            one.add_artifact(row, size_bytes)
+        for _, row, size_bytes in _artifacts(txn, total, db_id):
+            total.add_artifact(row, size_bytes)
     except ManifestDamaged:
         if db_id not in txn.refused_databases():
             raise
-    return one
+    return total
 
 
 def survey(txn: ReadTxn) -> StoreSurvey:
@@ -113,22 +113,22 @@ def survey(txn: ReadTxn) -> StoreSurvey:
     return StoreSurvey(sums, damaged, count)
 
 
-def _artifacts(txn: ReadTxn, one: Survey, *database: int) -> Iterator[tuple[ArtifactKey, Any, int]]:
+def _artifacts(txn: ReadTxn, total: Survey, *database: int) -> Iterator[tuple[ArtifactKey, Any, int]]:
     for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG, *database):
-        one.chunks += 1
-        one.chunk_bytes += chunk.size_bytes
+        total.chunks += 1
+        total.chunk_bytes += chunk.size_bytes
         yield ArtifactKey(origin, ArtifactKind.BASE, slot, generation), chunk, chunk.size_bytes
     for (origin, slot, generation, delta_id), delta in txn.scan(t.CHUNK_DELTA_INDEX, *database):
-        one.deltas += 1
-        one.delta_bytes += delta.size_bytes
+        total.deltas += 1
+        total.delta_bytes += delta.size_bytes
         yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, delta_id), delta, delta.size_bytes
     for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG, *database):
-        one.segments[state_name(row.state)] += 1
+        total.segments[state_name(row.state)] += 1
         if row.state in UNABSORBED:
-            one.unabsorbed_bytes += row.used_bytes
-            one.unabsorbed_pages += row.frame_count
+            total.unabsorbed_bytes += row.used_bytes
+            total.unabsorbed_pages += row.frame_count
         if row.origin_db_id == db_id and row.state is not WalState.TRUNCATED:
-            one.wal_bytes += row.used_bytes
+            total.wal_bytes += row.used_bytes
             if row.state is not WalState.OPEN:  # a segment that is still written is neither moved nor verified
                 yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), row, row.used_bytes
 

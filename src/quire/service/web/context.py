@@ -1,6 +1,6 @@
 """The context of every part of the HTTP server: the store, access control, limits, threads for blocking calls.
 
-A part (`WebPart`) is a package that serves some addresses: the SQL server, the replicas. `app.py` mounts its routes before
+A part (`WebPart`) is a package that serves some addresses: the SQL server, the replicas. `server.py` mounts its routes before
 those of the dashboard, starts it with the event loop and closes it before the loop ends.
 
 An endpoint checks its caller's rights first, then looks up the database:

@@ -107,14 +107,14 @@ class Dashboard:
         try:
             headers = [(b"content-type", b"text/event-stream"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": int(HTTPStatus.OK), "headers": headers})
-            await _tell(place, news, lambda: leaving.done() or grant.is_expired, send)
+            await _send_events(place, news, lambda: leaving.done() or grant.is_expired, send)
             await send({"type": "http.response.body"})
         finally:
             leaving.cancel()
             self._hub.leave(place)
 
 
-async def _tell(place: Subscriber, news: asyncio.Event, is_over: Callable[[], bool], send: Send) -> None:
+async def _send_events(place: Subscriber, news: asyncio.Event, is_over: Callable[[], bool], send: Send) -> None:
     while not is_over() and (events := place.take()) is not None:
         if events:
             message: Message = {"type": "http.response.body", "body": events, "more_body": True}

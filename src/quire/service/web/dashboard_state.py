@@ -10,7 +10,9 @@ Threads: any.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
 from heapq import nlargest
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +25,6 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, WalStateRecord
 from quire.service.api import StoreApi
 from quire.service.web.catalog_totals import StoreSurvey, Survey, survey, survey_of
-from quire.service.web.history import DATABASES, History
 from quire.service.web.response_cache import Cached
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ FILES_MAX = 20_000
 STREAM_PARTS = ("hot", "warm", "manifest")
 
 
+SAMPLES = 360
+DATABASES = 256
+
+Sample = tuple[int, dict[str, int]]
+"""(ms, number of segments by state)."""
+
+
 class Explain(Protocol):
     """`quire.store.why.why`: what keeps a subject. The store passes it in, so that nothing here imports upwards."""
 
@@ -49,6 +57,29 @@ class WebStore(StoreApi, Protocol):
 
     @property
     def streams(self) -> StreamEngine: ...
+
+
+class History:
+    """Samples of how many segments were in which state: the last `SAMPLES` of at most `DATABASES` databases, in memory. The
+    manifest has only the present. One thread calls `sample`; any may call `of`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._samples: dict[int, deque[Sample]] = {}
+
+    def sample(self, at_ms: int, segments: Mapping[int, Mapping[str, int]]) -> None:
+        """Add a sample; databases that are not in `segments` are forgotten."""
+        with self._lock:
+            for gone in self._samples.keys() - segments.keys():
+                del self._samples[gone]
+            for db_id, counts in segments.items():
+                if db_id in self._samples or len(self._samples) < DATABASES:
+                    self._samples.setdefault(db_id, deque(maxlen=SAMPLES)).append((at_ms, dict(counts)))
+
+    def of(self, db_id: int) -> list[Sample]:
+        """Return the samples of a database, oldest first."""
+        with self._lock:
+            return list(self._samples.get(db_id, ()))
 
 
 class WatchedStore:

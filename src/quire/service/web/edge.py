@@ -118,7 +118,7 @@ class Edge:
             if isinstance(error, (AccessDenied, Unauthenticated)):
                 self._context.refusals.add(error, status=int(answer.status), peer=peer)
             return answer
-        emit("error", "web.bug", where=scope["path"][:80], error=f"{type(error).__name__}: {error}")
+        emit("error", "web.bug", where=scope["path"][:80], error=error)
         return error_answer(InternalError(f"a bug at the owner: {type(error).__name__}"))
 
 

@@ -48,7 +48,7 @@ class Subscriber:
         self._over = False
         self.dropped = False
 
-    def tell(self, event: bytes) -> bool:
+    def push(self, event: bytes) -> bool:
         """Queue an event; return False if the queue is full (rule 3)."""
         with self._lock:
             if len(self._queue) >= QUEUE_MAX:
@@ -103,7 +103,7 @@ class Hub:
                 )
             place = Subscriber(notify)
             head = self._watched.manifest.feed.head()
-            place.tell(event("hello", {"head": head, "at_ms": self._watched.clock.now_ms()}))
+            place.push(event("hello", {"head": head, "at_ms": self._watched.clock.now_ms()}))
             if not self._places:
                 self._from = head
             self._places.add(place)
@@ -137,7 +137,7 @@ class Hub:
                 emit("info", "web.hub_failed", error=error.what)
                 self._end_all()
             except Exception as error:
-                emit("error", "web.bug", where="hub", error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where="hub", error=error)
                 self._end_all()
 
     def _end_all(self) -> None:
@@ -161,10 +161,10 @@ class Hub:
                 head = self._watched.manifest.feed.wait(seen, PIECE_SECONDS)
             except TimedOut:
                 if clock.monotonic() - told_at >= BEAT_SECONDS:
-                    self._tell("beat", {"head": seen, "at_ms": clock.now_ms()})
+                    self._broadcast("beat", {"head": seen, "at_ms": clock.now_ms()})
                     told_at = clock.monotonic()
                 continue
-            self._tell("changes", self._round(seen, head))
+            self._broadcast("changes", self._round(seen, head))
             seen, told_at = head, clock.monotonic()
             with self._wanted:
                 self._wanted.wait_for(lambda: self._stopping, ROUND_SECONDS)
@@ -175,10 +175,10 @@ class Hub:
             records = changes.between(txn, max(seen, step_back(gaps, head, CHANGES_MAX)) + 1, head)
         return {"head": head, "skipped": distance(gaps, seen, head) - len(records), "changes": records}
 
-    def _tell(self, name: str, value: Any) -> None:
+    def _broadcast(self, name: str, value: Any) -> None:
         message = event(name, value)
         with self._wanted:
-            full = [place for place in self._places if not place.tell(message)]
+            full = [place for place in self._places if not place.push(message)]
             for place in full:
                 self._places.discard(place)
                 self.dropped += 1

@@ -19,6 +19,7 @@ import asyncio
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from email.utils import formatdate
@@ -26,6 +27,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import uvloop
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -33,20 +36,24 @@ from quire.core.errors import QuireError, ReadOnly
 from quire.core.events import emit
 from quire.service.admission import Refusals
 from quire.service.grants import Grant
+from quire.service.replicas.routes import ReplicaPart
 from quire.service.signed_tokens import accepted_tokens
+from quire.service.sql.routes import SqlPart
 from quire.service.tokens import Credentials
 from quire.service.web.accepting import accept_connections
 from quire.service.web.access import LOOPBACK_READS, LOOPBACK_WRITES, WebGate, is_loopback
-from quire.service.web.app import Application, make_parts
-from quire.service.web.context import WebContext
+from quire.service.web.calls import CallPart
+from quire.service.web.context import WebContext, WebPart
 from quire.service.web.counters import WebCounts, WebFigures
 from quire.service.web.dashboard import Dashboard
 from quire.service.web.dashboard_state import Explain, WatchedStore, WebStore
+from quire.service.web.edge import Edge
 from quire.service.web.hub import Hub
 from quire.service.web.listening import HTTP, UNIX, WebAddress, bind, parse_address, tls_context
 from quire.service.web.metrics import exposition, registry
 from quire.service.web.protocol import ConnectionSetup, ConnectionSlots
 from quire.service.web.routes import Routes
+from quire.service.web.version_files import VersionFiles
 from quire.sqlite.remote_policy import limit_heap
 
 if TYPE_CHECKING:
@@ -57,6 +64,21 @@ END_SECONDS = 0.02
 """How often a closing server checks whether its connections have ended."""
 PING_SECONDS = 20.0
 """The interval of pings of a WebSocket, and the time limit of a pong: detects a client that is gone."""
+
+
+class Application(Starlette):
+    """The routes of every part, the dashboard as the fallback, and only the edge around them: the edge answers errors, and no
+    request pays for another layer."""
+
+    def __init__(self, context: WebContext, parts: Sequence[WebPart], dashboard: ASGIApp) -> None:
+        super().__init__(routes=[route for part in parts for route in part.routes()])
+        self._context = context
+        self.router.redirect_slashes = False
+        self.router.default = dashboard
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Return the edge instead of Starlette's own layers, which would find no errors to handle."""
+        return Edge(self.router.app, self._context)
 
 
 class Web:
@@ -77,7 +99,13 @@ class Web:
             calls=ThreadPoolExecutor(settings.http_threads, thread_name_prefix="web-call"),
         )
         self.routes = Routes(self.watched, lambda: exposition(self.registry), gate.asks_readers)
-        self.parts = make_parts(self.context)
+        # The first part that has a matching route answers.
+        self.parts = (
+            VersionFiles(self.context),
+            SqlPart(self.context),
+            ReplicaPart(self.context),
+            CallPart(self.context),
+        )
         self.app = Application(self.context, self.parts, Dashboard(self.context, self.routes, self.hub))
 
     @cached_property
@@ -155,7 +183,7 @@ class WebServer:
         except BaseException as error:
             self._failure = error
             if self._started.is_set():
-                emit("error", "web.bug", where="server", error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where="server", error=error)
         finally:
             self._started.set()
 
@@ -182,7 +210,7 @@ class WebServer:
             try:
                 await asyncio.wait_for(part.close(), self._settings.stop_seconds + 1)
             except Exception as error:
-                emit("error", "web.bug", where=type(part).__name__, error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where=type(part).__name__, error=error)
 
     def _uvicorn_config(self) -> Config:
         config = Config(
@@ -230,7 +258,7 @@ class WebServer:
             except QuireError as error:
                 emit("info", "web.sample_failed", error=error.what)
             except Exception as error:  # if the loop ended, the history would stand still
-                emit("error", "web.bug", where="history", error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where="history", error=error)
             stopping.wait(self._settings.http_sample_seconds)
 
     # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -69,7 +69,7 @@ class VersionFiles:
                 if self.versions.now:
                     await self._context.call(self.versions.close_idle)
             except Exception as error:  # if the loop ended, versions would stay open
-                emit("error", "web.bug", where="versions", error=f"{type(error).__name__}: {error}")
+                emit("error", "web.bug", where="versions", error=error)
 
     async def close(self) -> None:
         """Close every version."""

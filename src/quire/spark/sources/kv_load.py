@@ -108,8 +108,8 @@ def _thinned(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         kept.append(keys.take(pa.array(range(-seen % step, len(keys), step), pa.int64())))
         seen += len(keys)
         while sum(map(len, kept)) > 2 * KEYS_MAX:
-            together = pa.concat_arrays(kept)
-            kept, step = [together.take(pa.array(range(0, len(together), 2), pa.int64()))], 2 * step
+            merged = pa.concat_arrays(kept)
+            kept, step = [merged.take(pa.array(range(0, len(merged), 2), pa.int64()))], 2 * step
     if kept:
         keys = pa.concat_arrays(kept)
         yield pa.RecordBatch.from_arrays([keys, pa.array([step] * len(keys), pa.int64())], ["key", "stands_for"])

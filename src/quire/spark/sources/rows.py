@@ -178,8 +178,8 @@ class RowsQuery:
         if lost and gained:
             raise StalePlan(
                 "columns of the table were renamed or replaced while the query ran",
-                hint="start the query again, with the same checkpoint: it reads the columns of then; if other databases still "
-                "have the old ones, add merge_schema=true",
+                hint="restart the query with the same checkpoint: it then reads the current columns; if other databases "
+                "still have the old ones, add merge_schema=true",
                 database=database,
                 table=self.table,
                 before=lost,
@@ -315,7 +315,7 @@ class RowsSource(QuireSource):
 
 
 def _refuse_end(options: Options) -> None:
-    """Refuse the option `to` of a streaming query. Spark asks for the schema first, which is that of the version `to`."""
+    """Refuse the option `to` of a streaming query. Spark requests the schema first, which is that of the version `to`."""
     options.refuse(("to",), "batch queries", "a streaming query goes on to the newest version")
 
 

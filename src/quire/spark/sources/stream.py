@@ -155,9 +155,9 @@ class RecordsQueryReader(QueryReader):
 
     def end(self) -> int:
         """Return the position after the last durable record."""
-        return self._look().end_record
+        return self._read_extent().end_record
 
-    def _look(self) -> SharedStream:
+    def _read_extent(self) -> SharedStream:
         """Return where the stream begins and ends."""
         share = self.records.share(self.owner, None, 1)
         self._identity = {"store": share.store_id, "stream": share.stream_id}
@@ -171,10 +171,10 @@ class RecordsQueryReader(QueryReader):
         return end
 
     def gaps(self) -> Gaps:
-        return of_positions(self._look().gaps)
+        return of_positions(self._read_extent().gaps)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        gaps = self._look().gaps
+        gaps = self._read_extent().gaps
         # Both ends: a batch that was planned before a takeover may end with records that are lost.
         first, stop = begin_at(gaps, self.position(start)), begin_at(gaps, self.position(end))
         if first >= stop:

@@ -14,7 +14,7 @@ Records begin with `_database`, the name that their stream has when the batch is
 - A dropped stream ends, also in a batch that is planned and was not read yet; its position is removed when it cannot be brought
   back any more. One that no longer matches is not read, but keeps its position, and continues from there if it matches again.
 - `max_records` of a batch are divided equally; what a stream does not need goes to others.
-- A poll lists the streams and asks for their ends, 256 in a call (`stream/poll.py`). A query without new records waits at
+- A poll lists the streams and requests their ends, 256 in a call (`stream/poll.py`). A query without new records waits at
   least four times as long as its poll took.
 
 Importable on executors. Raises `CursorLost` as a query of one stream does, with the name of the stream.

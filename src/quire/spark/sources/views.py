@@ -31,12 +31,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from quire.core.errors import DatabaseTombstoned, InvalidInput, UnknownDatabase, UnknownSnapshot
 from quire.core.limits import MIB
+from quire.durable.names import matches_any
 from quire.jobs.locations import StorePool
 from quire.jobs.runner import balanced
 from quire.objects.open import open_store
@@ -177,7 +177,7 @@ class DatabaseSelection:
         missing, is_any = literals(self.patterns), False
         for database in candidates(client, self.patterns, self._kind.lower()):
             missing.discard(database.name)
-            if matches(database.name, self.patterns) and self._has_tags(database):
+            if matches_any(database.name, self.patterns) and self._has_tags(database):
                 is_any = True
                 yield database.name
         need_none_missing(missing, self._what)
@@ -191,7 +191,7 @@ class DatabaseSelection:
         return [database for database in known if self._is_selected(database.name) and self._has_tags(database)]
 
     def _is_selected(self, name: str) -> bool:
-        return name == self.one if self.one else matches(name, self.patterns)
+        return name == self.one if self.one else matches_any(name, self.patterns)
 
     def _has_tags(self, database: DatabaseInfo) -> bool:
         return all(name in database.tags and value in (None, database.tags[name]) for name, value in self.tags.items())
@@ -392,15 +392,10 @@ def candidates(client: Client, patterns: Sequence[str], kind: str) -> Iterator[D
         after = page[-1].name
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name is one of these, or matches one of them."""
-    return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def matching(patterns: Sequence[str], known: Sequence[str], what: str) -> list[str]:
     """Return the known names that match; a pattern without a wildcard must be one of them."""
     need_none_missing(literals(patterns) - set(known), what)
-    return [name for name in known if matches(name, patterns)]
+    return [name for name in known if matches_any(name, patterns)]
 
 
 def literals(patterns: Sequence[str]) -> set[str]:

@@ -310,14 +310,14 @@ class Cursor:
             return []
         if size < 0:  # as sqlite3: all
             return self.fetchall()
-        return self._taken(cursor, islice(chain((row,), cursor), size))
+        return self._converted_rows(cursor, islice(chain((row,), cursor), size))
 
     def fetchall(self) -> list[Any]:
         """Return all remaining rows."""
         cursor, row = self._open(), self._ahead
-        return [] if row is None else self._taken(cursor, chain((row,), cursor))
+        return [] if row is None else self._converted_rows(cursor, chain((row,), cursor))
 
-    def _taken(self, cursor: DriverCursor, rows: Iterator[Any]) -> list[Any]:
+    def _converted_rows(self, cursor: DriverCursor, rows: Iterator[Any]) -> list[Any]:
         """Return these rows, the first of which was the row ahead, through the row factory."""
         if self.connection._converts:
             rows = map(self._converted, rows)

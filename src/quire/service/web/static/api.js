@@ -6,10 +6,10 @@ let token = sessionStorage.getItem(KEY) || "";
 export const hasToken = () => token !== "";
 
 export class Failure extends Error {
-  constructor(status, told) {
-    super(told.message || `the store answered ${status}`);
+  constructor(status, result) {
+    super(result.message || `the server returned status ${status}`);
     this.status = status;
-    this.hint = told.hint || "";
+    this.hint = result.hint || "";
   }
 }
 
@@ -19,9 +19,9 @@ export function headers(extra) {
 
 async function ask(path, options) {
   const answer = await fetch(path, { cache: "no-store", credentials: "omit", ...options });
-  const told = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Failure(answer.status, told);
-  return told;
+  const result = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Failure(answer.status, result);
+  return result;
 }
 
 export const get = (path) => ask(path, { headers: headers() });

@@ -41,10 +41,10 @@ async function load() {
   const wanted = page;
   const turn = ++loading;
   try {
-    const found = await wanted.load();
+    const loaded = await wanted.load();
     if (turn !== loading) return; // another page, or a later answer
-    data = found;
-    const text = JSON.stringify({ ...found, now_ms: 0 });
+    data = loaded;
+    const text = JSON.stringify({ ...loaded, now_ms: 0 });
     const old = performance.now() - drawn > REDRAW; // "7 s ago" grows old by itself
     if (!isSelecting() && (text !== shown || old)) {
       redraw();
@@ -133,14 +133,14 @@ function soon() {
   due = setTimeout(() => { due = 0; load(); loadMenu(); }, DEBOUNCE);
 }
 
-function onEvent(name, told) {
+function onEvent(name, payload) {
   state("live");
   if (name === "changes") {
-    page?.onChanges?.(told.changes);
+    page?.onChanges?.(payload.changes);
     find("live").classList.remove("pulse");
     void find("live").offsetWidth; // so that the animation starts anew
     find("live").classList.add("pulse");
-    find("live").dataset.head = told.head;
+    find("live").dataset.head = payload.head;
   }
   if (name !== "hello") soon();
 }
@@ -175,7 +175,7 @@ async function live() {
     following = new AbortController();
     try {
       state("connecting");
-      await follow((name, told) => { wait = 500; onEvent(name, told); }, following.signal);
+      await follow((name, payload) => { wait = 500; onEvent(name, payload); }, following.signal);
     } catch (failure) {
       if (failure instanceof Failure && failure.status === 401) wait = 4000;
     }
@@ -194,14 +194,14 @@ const ui = {
     if (role !== "admin") askToken(() => ui.snapshot(name));
     else askSnapshot(name);
   },
-  async change(doing, said) {
+  async change(doing, notice) {
     if (role !== "admin") {
-      askToken(() => ui.change(doing, said));
+      askToken(() => ui.change(doing, notice));
       return;
     }
     try {
       await doing();
-      toast(said);
+      toast(notice);
     } catch (failure) {
       toast(failure.message);
     }
@@ -252,8 +252,8 @@ function askToken(then) {
 function askSnapshot(name) {
   find("snapshot").querySelector("[data-name]").textContent = name;
   openDialog("snapshot", async (form) => {
-    const made = await post(`/api/databases/${encodeURIComponent(name)}/snapshots`, { name: form.get("name").trim() });
-    toast(`snapshot ${made.snapshot.name || `#${made.snapshot.snapshot_id}`} of ${name} created`);
+    const created = await post(`/api/databases/${encodeURIComponent(name)}/snapshots`, { name: form.get("name").trim() });
+    toast(`snapshot ${created.snapshot.name || `#${created.snapshot.snapshot_id}`} of ${name} created`);
     load();
     loadMenu();
   });

@@ -1,4 +1,4 @@
-// Drawings: SVG made by hand, coloured by the classes of style.css. Each says in words what it shows.
+// Drawings: hand-written SVG, coloured by the classes of style.css. Each describes in words what it shows.
 
 import { h, s, legend } from "./dom.js";
 import { bytes, clock, moment, number, plural, span, snapshotName, dbLink, words } from "./format.js";
@@ -84,7 +84,7 @@ export function chunkMap(slots, redraw) {
   const kind = (each) => (mapBy === "tier" ? `t-${each.tier}` : mapBy === "verified" ? `v-${each.verified}` : `g${age.get(each.generation)}`);
   const say = (each) => `slot ${each.slot}: generation ${each.generation}, ${words(each.tier)}, ${plural(each.links, "link")}, base of ${bytes(each.bytes)}, ${words(each.verified)}, covers lsn ${number(each.covered_lsn)}`;
   mapAt = Math.min(mapAt, slots.length - 1);
-  const told = h("p", { class: "muted small", "aria-live": "polite" }, say(slots[mapAt]));
+  const caption = h("p", { class: "muted small", "aria-live": "polite" }, say(slots[mapAt]));
   const squares = slots.map((each, at) => s("rect", {
     class: `mark ${kind(each)}${at === mapAt ? " here" : ""}`, x: (at % columns) * size + 1, y: Math.floor(at / columns) * size + 1, width: size - 3, height: size - 3, rx: 2.5,
     onmouseenter: () => move(at),
@@ -93,7 +93,7 @@ export function chunkMap(slots, redraw) {
     squares[mapAt].classList.remove("here");
     mapAt = Math.max(0, Math.min(slots.length - 1, to));
     squares[mapAt].classList.add("here");
-    told.textContent = say(slots[mapAt]);
+    caption.textContent = say(slots[mapAt]);
   }
   const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns };
   const chart = s("svg", {
@@ -105,7 +105,7 @@ export function chunkMap(slots, redraw) {
   const meanings = mapBy === "tier" ? TIERS.map((each) => [words(each), `t-${each}`])
     : mapBy === "verified" ? ["verified", "unverified", "missing", "altered"].map((each) => [each, `v-${each}`])
     : generations.slice(0, 6).map((each, at) => [at === 5 ? `${each} and older` : at ? String(each) : `${each} (newest)`, `g${at}`]);
-  return h("div", {}, h("div", { class: "row" }, h("span", { class: "muted small" }, "coloured by"), ["generation", "tier", "verified"].map(button)), h("div", { style: { margin: ".8rem 0 .3rem" } }, chart), told, legend(meanings));
+  return h("div", {}, h("div", { class: "row" }, h("span", { class: "muted small" }, "coloured by"), ["generation", "tier", "verified"].map(button)), h("div", { style: { margin: ".8rem 0 .3rem" } }, chart), caption, legend(meanings));
 }
 
 // Snapshots on a line of time: what retention keeps, what it lets go, what expires.
@@ -180,7 +180,7 @@ export function lineage(databases) {
     const name = db.name || `#${db.db_id}`;
     const label = [s("rect", { class: "hit", x: 2, y: y - 17, width: left - 34, height: 34, rx: 7, fill: "transparent" }), s("text", { class: "strong", x: 10, y: y - 1 }, name.length > 20 ? `${name.slice(0, 19)}…` : name), s("text", { x: 10, y: y + 13 }, gone ? "dropped" : `${db.kind === "lsm" ? "key-value" : db.kind}, ${plural(db.snapshots.length + db.snapshots_left_out, "snapshot")}`)];
     chart.append(gone ? s("g", {}, label) : s("a", { href: dbLink(db.name), "data-key": `lane-${db.db_id}`, "aria-label": `${name}, ${db.kind}` }, label));
-    chart.append(s("circle", { class: `mark ${kind(db)}`, cx: place.get(`${db.db_id}:0`), cy: y, r: 4.5 }, s("title", {}, `${name} ${db.parent_db_id ? "forked" : "made"} ${moment(db.created_at_ms)}`)));
+    chart.append(s("circle", { class: `mark ${kind(db)}`, cx: place.get(`${db.db_id}:0`), cy: y, r: 4.5 }, s("title", {}, `${name} ${db.parent_db_id ? "forked" : "created"} ${moment(db.created_at_ms)}`)));
     db.snapshots.forEach((one) => {
       const x = place.get(`${db.db_id}:${one.snapshot_id}`);
       const text = snapshotName(one);

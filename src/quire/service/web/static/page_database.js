@@ -109,21 +109,21 @@ const consumers = ({ figures: open }) => open && wide(card("Consumers", "how far
   Object.entries(open.consumers).map(([name, each]) => [name, number(each.position), number(each.behind)]), "No consumers registered.")));
 
 // With very many files, only some are counted.
-const atLeast = (data, said) => (data.files_at_least ? `at least ${said}` : said);
+const atLeast = (data, text) => (data.files_at_least ? `at least ${text}` : text);
 
 const files = (data) => card("Files", atLeast(data, plural(data.files.length + data.files_left_out, "file")) + (data.files_left_out ? `, the first ${number(data.files.length)}` : ""), table(["path", ">bytes"], data.files.map((each) => [h("code", {}, each.path), bytes(each.bytes)]), "No files yet."));
 
 function policy(rules) {
   if (!rules) return "no policy; everything is kept";
-  const said = ["keep_last", "keep_generations", "hourly", "daily", "weekly"].filter((each) => rules[each]).map((each) => `${words(each)} ${rules[each]}`);
-  if (rules.keep_seconds) said.push(`younger than ${span(rules.keep_seconds * 1000)}`);
-  if (rules.schedules.length) said.push(`creates ${rules.schedules.join(", ")}`);
-  return said.join(", ") || "no rules; everything is kept";
+  const phrases = ["keep_last", "keep_generations", "hourly", "daily", "weekly"].filter((each) => rules[each]).map((each) => `${words(each)} ${rules[each]}`);
+  if (rules.keep_seconds) phrases.push(`younger than ${span(rules.keep_seconds * 1000)}`);
+  if (rules.schedules.length) phrases.push(`creates ${rules.schedules.join(", ")}`);
+  return phrases.join(", ") || "no rules; everything is kept";
 }
 
 const snapshots = (data) => [newest(data), data.snapshots.length > 12 && h("p", { class: "muted small" }, `${number(data.snapshots.length - 12)} older: quire snapshot ls ${data.database.name}`)];
 
-const newest = (data) => table(["snapshot", "made", ">lsn", ">pages", "retention", ""], [...data.snapshots].reverse().slice(0, 12).map((each) => [
+const newest = (data) => table(["snapshot", "created", ">lsn", ">pages", "retention", ""], [...data.snapshots].reverse().slice(0, 12).map((each) => [
   h("b", {}, snapshotName(each)), h("span", { title: moment(each.created_at_ms) }, ago(each.created_at_ms, data.now_ms)), number(each.anchor_lsn), number(each.size_pages), chip(each.keep ? "kept" : "expires", each.keep ? "k-keep" : "k-drop"), h("span", { class: "muted small" }, each.why)]),
   "");
 

@@ -30,7 +30,7 @@ export const why = (subject = "") => {
         h("div", { class: "head" }, h("h1", {}, "Why"), h("span", { class: "muted" }, "explains why data is retained and how to free it; on the command line: quire why")),
         box,
         data.problem && h("section", { class: "card" }, h("p", { class: "bad" }, data.problem)),
-        data.answer ? found(data.answer) : !data.problem && hints(data.names),
+        data.answer ? explanation(data.answer) : !data.problem && hints(data.names),
       ];
     },
   };
@@ -55,7 +55,7 @@ function hints(names) {
   return h("div", { class: "grid" }, wide(card("Examples", "", h("dl", { class: "keys" }, examples.map(([what, example]) => [h("dt", {}, what), h("dd", {}, h("a", { href: whyLink(example), "data-key": `why-${what}` }, h("code", {}, example)))])))));
 }
 
-function found(answer) {
+function explanation(answer) {
   const shown = names(answer);
   return [
     tiles(["Subject", shown, words(answer.kind)], ["State", words(answer.state) || "–"], ["Size", bytes(answer.size_bytes || 0)], answer.kind === "database" ? ["Holders", number(answer.holders.length)] : ["References", number(answer.references || 0), plural(answer.holders.length, "holder")]),

@@ -206,10 +206,10 @@ export function jobTable(list, now, ui) {
 
 // What came of it, in figures, and how long it took.
 function outcome(each) {
-  const said = Object.entries(each.result || {}).filter(([name]) => OUTCOMES.includes(name)).map(([name, value]) => (name.endsWith("bytes") ? bytes(value) : plural(value, words(name).replace(/s$/, ""))));
-  if (each.state !== "succeeded" || !each.started_at_ms) return said.join(", ");
+  const phrases = Object.entries(each.result || {}).filter(([name]) => OUTCOMES.includes(name)).map(([name, value]) => (name.endsWith("bytes") ? bytes(value) : plural(value, words(name).replace(/s$/, ""))));
+  if (each.state !== "succeeded" || !each.started_at_ms) return phrases.join(", ");
   const took = each.finished_at_ms - each.started_at_ms;
-  return [...(said.length ? said : ["nothing to do"]), `in ${took < 9500 ? `${(took / 1000).toFixed(1)} s` : span(took)}`].join(", ");
+  return [...(phrases.length ? phrases : ["nothing to do"]), `in ${took < 9500 ? `${(took / 1000).toFixed(1)} s` : span(took)}`].join(", ");
 }
 
 function progress(each) {
