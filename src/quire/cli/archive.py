@@ -31,7 +31,7 @@ from quire.cli.archive_state import (
 )
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import NOT_OWNER, count_of, size
+from quire.cli.formatting import NOT_OWNER, count_of, drill_lines, size
 from quire.cli.lookup import (
     AllowHttp,
     Endpoint,
