@@ -367,6 +367,7 @@ def test_the_changes_of_a_restored_backup_have_numbers_that_the_lost_ones_did_no
 
 def overwrite(store: Store, text: str) -> None:
     """Write the same rows again, into a chunk whose size does not depend on the text."""
+    store.set_options("shop", compression="none")
     with closing(store.sqlite("shop")) as db:
         db.execute("update item set text = ?", (text * 200,))
     store.checkpoint("shop", runner="threads")
