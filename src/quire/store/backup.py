@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -50,12 +51,12 @@ from quire.archive.format import (
     log_key,
     parse_archive_key,
 )
-from quire.archive.log_reader import epochs, owner_log, read_object
+from quire.archive.log_reader import epochs, header_of, owner_log, read_object
 from quire.archive.queue import Entry, EventQueue, PendingArtifact, PendingBase
 from quire.archive.recorder import sha256_of
 from quire.archive.remote_files import number_of, remote_at
 from quire.core.decoding import described
-from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
+from quire.core.errors import Conflict, Corruption, InvalidInput, ObjectNotFound
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.names import parse_object_key
@@ -68,6 +69,7 @@ from quire.store import object_access, object_location
 
 if TYPE_CHECKING:
     from quire.archive.replay import Replay
+    from quire.manifest.records import TimelineRecord
     from quire.objects.options import StoreOptions
     from quire.store.store import Store
 
@@ -123,8 +125,11 @@ def back_up(
     with store.manifest.read() as txn:
         store_id, epoch = txn.store_id(), txn.owner_epoch()
         options = options or object_access.options_of(txn, store.settings, target)
+        _, newest = max(txn.timelines(), key=itemgetter(0), default=(0, None))
+        # After a takeover objects have names of its epoch; after the restore of a backup they have those of the lost owner.
+        restored = newest if newest is not None and newest.parent_epoch == epoch else None
     with store.backup_recorder.reserved():
-        skippable, earlier = _earlier_objects(store_id, target, since, options)
+        skippable, earlier = _earlier_objects(store_id, target, since, options, restored)
         with closing(open_backup(target, options=options, write=True)) as place:
             copies = _Copies(store, place, skippable)
             log = _Log(store, place, store_id, epoch)
@@ -348,7 +353,9 @@ class _Copies:
             size = source.head(key).size_bytes if size is None else size
             with self._copying(key, size) as is_needed:
                 if is_needed:
-                    self.place.put(key, source.get(key), create_only=True, identity=_of_size(size))
+                    data = source.get(key)
+                    # By its content: an interrupted backup may have left it, of this store or of what this store has lost.
+                    self.place.put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
                     hit("backup.object.put")
 
     def all_objects(self, progress: Progress) -> list[tuple[str, int]]:
@@ -473,14 +480,15 @@ def newest_index(place: ObjectStore, store_id: str) -> Index | None:
 
 
 def _earlier_objects(
-    store_id: str, target: str, since: str, options: StoreOptions | None
+    store_id: str, target: str, since: str, options: StoreOptions | None, restored: TimelineRecord | None
 ) -> tuple[dict[str, int], list[str]]:
     """Return key → size of the objects that need not be copied, which the target and earlier backups have, and the places of
-    these backups."""
+    these backups. `restored`: the restore of a backup that this store began with."""
     skippable: dict[str, int] = {}
     earlier: list[str] = []
     if since:
         with closing(open_backup(since, options=options)) as place:
+            _refuse_lost(place, store_id, restored)
             index = newest_index(place, store_id)
         if index is None:
             raise InvalidInput(
@@ -492,8 +500,30 @@ def _earlier_objects(
         earlier = _earlier_places(since, store_id, index, options)
     if "://" in target or not target.endswith(SUFFIX):
         with closing(open_backup(target, options=options)) as place:
-            skippable.update((info.key, info.size_bytes) for info in list_objects(place, store_prefix(store_id)))
+            sound = _refuse_lost(place, store_id, restored)
+            present = list_objects(place, store_prefix(store_id))
+            skippable.update((info.key, info.size_bytes) for info in present if sound is None or info.key in sound)
     return skippable, earlier
+
+
+def _refuse_lost(place: ObjectStore, store_id: str, restored: TimelineRecord | None) -> set[str] | None:
+    """Raise `Conflict` if a place has a backup of changes that this store lost when it was restored from an earlier backup.
+
+    Names of objects are only unique within one history: this store gives those of the lost objects to others. Return the
+    objects of the newest complete backup, `None` for all: others may be left of a lost backup that was interrupted.
+    """
+    if restored is None:
+        return None
+    positions = owner_log(place, store_id, restored.owner_epoch).positions
+    for position in reversed(positions):
+        at_ms = header_of(place, store_id, position).at_ms
+        if restored.ended_at_ms < at_ms <= restored.began_at_ms:
+            what = "this place has a backup that is newer than the one from which this store was restored"
+            raise Conflict(what, hint="back up to another place", place=place.url, position=str(position))
+        if at_ms <= restored.ended_at_ms:
+            break
+    index = read_index(place, store_id, positions[-1]) if positions else None
+    return {key for key, _ in index.objects} if index is not None else set()
 
 
 def _relative(url: str, target: str) -> str:
