@@ -17,7 +17,9 @@ from quire.archive.log_reader import owner_log
 from quire.archive.state_files import take_archive_state
 from quire.archive.window import abandoned_epochs
 from quire.cli.archive_state import (
+    CLOSED_STATES,
     COPY_STATES,
+    STATES,
     InBucket,
     ask_bucket,
     bucket_lines,
@@ -184,6 +186,8 @@ def status(
         with cli.reader() as manifest, manifest.read() as txn:
             in_bucket = ask_bucket(txn, root, settings)
     doubt = doubt_about(known, in_bucket)
+    if in_bucket.newer_owner and known.state in CLOSED_STATES:
+        doubt = f"{STATES['fenced']} ({in_bucket.newer_owner})"
     data = {
         **plain(known),
         "safe": known.is_safe and not doubt,

@@ -21,6 +21,7 @@ from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.durable.files import OsDisk
 from quire.manifest import tables as t
+from quire.objects.ownership import newer_owner
 from quire.store.object_access import open_place
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class InBucket(msgspec.Struct, frozen=True, kw_only=True):
     """Objects that only archived moments and clones need."""
     is_empty: bool = False
     """Whether the bucket answered, and has no archive of the store."""
+    newer_owner: str = ""
+    """The owner that claimed the bucket after this directory; a directory that was closed has not noticed it."""
     error: str = ""
 
 
@@ -56,6 +59,7 @@ def ask_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
                 clones=tuple(registrations(bucket, store_id)),
                 standbys=tuple(standby_registrations(bucket, store_id)),
                 retired=txn.count(t.RETIRED),
+                newer_owner=newer_owner(bucket, store_id, txn.owner_epoch(), OsDisk(), root),
             )
     except QuireError as error:
         return InBucket(error=error.what)
@@ -90,12 +94,15 @@ STATES = {
 
 def doubtful_text(status: ArchiveStatus, in_bucket: InBucket, doubt: str) -> str:
     """Format a state that the bucket has not confirmed."""
+    if in_bucket.newer_owner and status.state in CLOSED_STATES:
+        return doubt
     if status.state == "not closed cleanly" and in_bucket.is_empty:  # such as a new clone
         return "nothing is archived yet: the next owner uploads the whole store"
     return f"{status.state} according to this directory; the bucket does not confirm it, do not rely on it: {doubt}"
 
 
 COPY_STATES = ("standby", "restored")
+CLOSED_STATES = ("closed", "not closed cleanly")
 
 
 def state_text(status: ArchiveStatus) -> str:
