@@ -100,7 +100,7 @@ COLUMNS = 80
 def example_of(words: str) -> str:
     """The example from the help of a command."""
     result = run(*words.split(), "--help")
-    (example,) = re.findall(r"Example: (quire .*)", " ".join(result.out.split()))
+    (example,) = re.findall(r"Example: (quire .*)", " ".join(result.out.replace(" \\\n", " ").split()))
     assert isinstance(example, str)
     return example
 

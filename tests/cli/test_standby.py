@@ -105,6 +105,18 @@ def test_the_archive_of_a_new_clone_is_empty_and_not_unclean(run: Run, archived:
     assert run("archive", "status", at=archived / "copy").code == 0
 
 
+def test_the_archive_of_a_closed_owner_names_the_directory_that_took_over(run: Run, archived: Path) -> None:
+    """Regression: its status was that everything is in the bucket, as if it still were the owner."""
+    change_config(OsDisk(), str(archived / "origin"), {("archive", "mode"): "async"})
+    assert run("archive", "status", at=archived / "origin").code == 0
+    run("restore-store", str(archived / "bucket"), str(archived / "next"), "--takeover", at=None)
+    status = run("archive", "status", at=archived / "origin")
+    assert status.code == 1
+    assert "state          another directory has taken this store over" in status.out
+    assert run("archive", "status", "--json", at=archived / "origin").data["safe"] is False
+    assert run("archive", "status", at=archived / "next").code == 0
+
+
 def test_a_parent_forgets_a_named_clone(run: Run, archived: Path) -> None:
     clone_id = json.loads(run("clone", str(archived / "bucket"), str(archived / "copy"), "--json", at=None).out)[
         "store_id"

@@ -97,12 +97,15 @@ STATES = {
 
 def doubtful_text(status: ArchiveStatus, in_bucket: InBucket, doubt: str) -> str:
     """Format a state that the bucket has not confirmed."""
+    if in_bucket.newer_owner and status.state in CLOSED_STATES:
+        return doubt
     if status.state == "not closed cleanly" and in_bucket.is_empty:  # such as a new clone
         return "nothing is archived yet: the next owner uploads the whole store"
     return f"{status.state} according to this directory; the bucket does not confirm it, do not rely on it: {doubt}"
 
 
 COPY_STATES = ("standby", "restored")
+CLOSED_STATES = ("closed", "not closed cleanly")
 
 
 def state_text(status: ArchiveStatus) -> str:

@@ -309,13 +309,15 @@ def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: RangeStart) -
     for key, name in _names(txn, namespaces, space, row):
         place = key.origin_db_id, key.id
         while place[0] >= first + RANGE_DATABASES:
-            first += RANGE_DATABASES
+            # Groups without a name are listed with the one before them: a takeover leaves 256 of them, as ids of databases
+            # continue 2^16 higher. The former space is listed database by database, so that more tasks are faster.
+            first += RANGE_DATABASES if prefix == FORMER else (place[0] - first) // RANGE_DATABASES * RANGE_DATABASES
             yield cut(_under(prefix, f"{first:08x}"), place)
         if len(known) >= RANGE_NAMES and place != last:
             yield cut(_under(prefix, f"{place[0]:08x}/{place[1]:08x}"), place)
         known.append(name_hash(name))
         last = place
-    while first + RANGE_DATABASES < txn.next_id(Counter.DB):
+    while prefix == FORMER and first + RANGE_DATABASES < txn.next_id(Counter.DB):
         first += RANGE_DATABASES
         yield cut(_under(prefix, f"{first:08x}"), END)
     yield cut("", END)
