@@ -29,7 +29,7 @@ from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
 from quire.objects.tar import TarStore
 from quire.service.replicas.revisions import HistoryId
-from quire.store import backup
+from quire.store import backup, backup_index
 from quire.store.store import Store
 from tests.programs import run_program
 from tests.rules.tree import SRC
@@ -283,10 +283,10 @@ def test_an_index_without_the_places_beyond_the_earlier_backup_is_read(tmp_path:
         store_id = store.manifest.feed.store_id()
         for number, place in enumerate(places):
             done = store.backup(place, since=places[number - 1] if number else "")
-            index = backup.read_index(open_store(place), store_id, done.position)
+            index = backup_index.read_index(open_store(place), store_id, done.position)
             assert index is not None
             older = msgspec.structs.replace(index, beyond=None)
-            backup.put_index(open_store(place), store_id, done.position, older)
+            backup_index.put_index(open_store(place), store_id, done.position, older)
     quire.restore(places[2], tmp_path / "restored")
     assert contents(tmp_path / "restored")[0] == list(range(300))
 

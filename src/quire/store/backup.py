@@ -30,7 +30,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import msgspec
-import zstandard
 
 from quire.archive.base_writer import base_records
 from quire.archive.clones import CLOCK_MS
@@ -51,25 +50,33 @@ from quire.archive.format import (
     log_key,
     parse_archive_key,
 )
-from quire.archive.log_reader import epochs, header_of, owner_log, read_object
+from quire.archive.log_reader import epochs, owner_log, read_object
 from quire.archive.queue import Entry, EventQueue, PendingArtifact, PendingBase
 from quire.archive.recorder import sha256_of
 from quire.archive.remote_files import number_of, remote_at
-from quire.core.decoding import described
-from quire.core.errors import Conflict, Corruption, InvalidInput, ObjectNotFound
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.names import parse_object_key
-from quire.durable.object_names import is_log_key, store_prefix
+from quire.durable.object_names import is_log_key
 from quire.manifest.namespaces import owned_names
 from quire.objects.api import ExistingObject, ObjectStore, list_objects
 from quire.objects.open import open_store
-from quire.objects.tar import SUFFIX, TarStore
+from quire.objects.tar import TarStore
 from quire.store import object_access, object_location
+from quire.store.backup_index import (
+    Index,
+    earlier_objects,
+    earlier_places,
+    index_prefix,
+    missing_backup,
+    open_backup,
+    put_index,
+    relative_place,
+)
 
 if TYPE_CHECKING:
     from quire.archive.replay import Replay
-    from quire.manifest.records import TimelineRecord
     from quire.objects.options import StoreOptions
     from quire.store.store import Store
 
@@ -80,18 +87,6 @@ COPIERS = 8
 """Objects copied concurrently."""
 SLOT_PAUSE_SECONDS = 0.001
 """Interval between checks whether a commit in progress has completed."""
-INDEX_BYTES_MAX = 1 << 30
-
-
-class Index(msgspec.Struct, frozen=True, array_like=True):
-    """The contents of a backup in addition to its base and log."""
-
-    since: str
-    """An earlier backup that has the objects this one lacks; a path is relative to the directory that contains this backup."""
-    objects: list[tuple[str, int]]
-    """(key, size) of every object that the store had."""
-    beyond: list[str] | None = None
-    """The backups that the earlier one was based on when this one was made; `None` in an index from before this field."""
 
 
 class BackedUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +124,7 @@ def back_up(
         # After a takeover objects have names of its epoch; after the restore of a backup they have those of the lost owner.
         restored = newest if newest is not None and newest.parent_epoch == epoch else None
     with store.backup_recorder.reserved():
-        skippable, earlier = _earlier_objects(store_id, target, since, options, restored)
+        skippable, earlier = earlier_objects(store_id, target, since, options, restored)
         with closing(open_backup(target, options=options, write=True)) as place:
             copies = _Copies(store, place, skippable)
             log = _Log(store, place, store_id, epoch)
@@ -141,7 +136,7 @@ def back_up(
                 hit("backup.cut")
                 objects = copies.all_objects(progress or no_progress)
                 hit("backup.objects.copied")
-            first, *beyond = [_relative(url, target) for url in earlier if url != target] or [""]
+            first, *beyond = [relative_place(url, target) for url in earlier if url != target] or [""]
             put_index(place, store_id, log.next, Index(first, sorted({*objects, *copies.listed}), beyond))
             hit("backup.index.put")
             # Everything that it needs is there: this object makes the backup restorable.
@@ -181,13 +176,6 @@ def _checked(store: Store, target: str) -> str:
             target=target,
         )
     return target
-
-
-def open_backup(url: str, *, options: StoreOptions | None = None, write: bool = False) -> ObjectStore:
-    """Open the object store that holds a backup: a directory, a URL, or a tar file."""
-    if "://" not in url and url.endswith(SUFFIX) and not os.path.isdir(url):
-        return TarStore(url, write=write)
-    return open_store(url, options=options)
 
 
 # ── the directory and the manifest ────────────────────────────────────────────────────────────────────────────────────
@@ -446,128 +434,16 @@ def _objects_of(store: Store) -> Iterator[tuple[str, str, int]]:
                 yield url, info.key, info.size_bytes
 
 
-# ── the index ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _index_prefix(store_id: str) -> str:
-    return f"{store_prefix(store_id)}/backup"
-
-
-def put_index(place: ObjectStore, store_id: str, position: Position, index: Index) -> None:
-    """Write the index of the backup whose last log object is at `position`."""
-    data = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(index))
-    place.put(f"{_index_prefix(store_id)}/{position.epoch:08x}.{position.number:016x}", data)
-
-
-def read_index(place: ObjectStore, store_id: str, position: Position) -> Index | None:
-    """Read the index of a backup. Return `None` if this is an archive."""
-    key = f"{_index_prefix(store_id)}/{position.epoch:08x}.{position.number:016x}"
-    try:
-        data = place.get(key)
-        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=INDEX_BYTES_MAX)
-        return msgspec.msgpack.decode(raw, type=described(Index))
-    except ObjectNotFound:
-        return None
-    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
-        raise Corruption("the index of the backup is damaged", hint="restore another backup", key=key) from error
-
-
-def newest_index(place: ObjectStore, store_id: str) -> Index | None:
-    """Read the index of the newest backup in a place, complete or not."""
-    keys = [info.key for info in list_objects(place, _index_prefix(store_id))]
-    if not keys:
-        return None
-    epoch, _, number = keys[-1].rpartition("/")[2].partition(".")
-    return read_index(place, store_id, Position(int(epoch, 16), int(number, 16)))
-
-
-def _earlier_objects(
-    store_id: str, target: str, since: str, options: StoreOptions | None, restored: TimelineRecord | None
-) -> tuple[dict[str, int], list[str]]:
-    """Return key → size of the objects that need not be copied, which the target and earlier backups have, and the places of
-    these backups. `restored`: the restore of a backup that this store began with."""
-    skippable: dict[str, int] = {}
-    earlier: list[str] = []
-    if since:
-        with closing(open_backup(since, options=options)) as place:
-            _refuse_lost(place, store_id, restored)
-            index = newest_index(place, store_id)
-        if index is None:
-            raise InvalidInput(
-                "the target of --since has no backup of this store",
-                hint="pass --since an earlier backup of the same store",
-                since=since,
-            )
-        skippable.update(index.objects)
-        earlier = _earlier_places(since, store_id, index, options)
-    if "://" in target or not target.endswith(SUFFIX):
-        with closing(open_backup(target, options=options)) as place:
-            sound = _refuse_lost(place, store_id, restored)
-            present = list_objects(place, store_prefix(store_id))
-            skippable.update((info.key, info.size_bytes) for info in present if sound is None or info.key in sound)
-    return skippable, earlier
-
-
-def _refuse_lost(place: ObjectStore, store_id: str, restored: TimelineRecord | None) -> set[str] | None:
-    """Raise `Conflict` if a place has a backup of changes that this store lost when it was restored from an earlier backup.
-
-    Names of objects are only unique within one history: this store gives those of the lost objects to others. Return the
-    objects of the newest complete backup, `None` for all: others may be left of a lost backup that was interrupted.
-    """
-    if restored is None:
-        return None
-    positions = owner_log(place, store_id, restored.owner_epoch).positions
-    for position in reversed(positions):
-        at_ms = header_of(place, store_id, position).at_ms
-        if restored.ended_at_ms < at_ms <= restored.began_at_ms:
-            what = "this place has a backup that is newer than the one from which this store was restored"
-            raise Conflict(what, hint="back up to another place", place=place.url, position=str(position))
-        if at_ms <= restored.ended_at_ms:
-            break
-    index = read_index(place, store_id, positions[-1]) if positions else None
-    return {key for key, _ in index.objects} if index is not None else set()
-
-
-def _relative(url: str, target: str) -> str:
-    """Return a path to an earlier backup that stays valid when both are moved together. A URL is returned unchanged."""
-    if "://" in url:
-        return url
-    path = os.path.abspath(url)
-    return path if "://" in target else os.path.relpath(path, os.path.dirname(target))
-
-
-def _earlier_places(url: str, store_id: str, index: Index, options: StoreOptions | None) -> list[str]:
-    """Return the place of a backup, and those of all backups that it is based on, each once."""
-    places = [url if "://" in url else os.path.abspath(url)]
-    while index.since:
-        folder = os.path.dirname(places[-1])
-        named = [index.since, *(index.beyond or ())]
-        earlier = [place if "://" in place else os.path.normpath(os.path.join(folder, place)) for place in named]
-        places += [place for place in dict.fromkeys(earlier) if place not in places]
-        if index.beyond is not None or places[-1] != earlier[0]:
-            break  # all are named, or two backups are based on each other
-        # An older index names only the next one. The newest index there may be that of a later backup.
-        with closing(open_backup(places[-1], options=options)) as place:
-            following = newest_index(place, store_id)
-        if following is None:
-            raise _missing(places[-1])
-        index = following
-    return places
-
-
-def _missing(url: str) -> ObjectNotFound:
-    what = "the backup is based on an earlier one that is missing"
-    return ObjectNotFound(what, hint=f"put {url} back, or restore another backup", earlier=url)
-
-
 class _Layers:
     """Reads objects from a backup and the earlier ones it builds on. Must be closed."""
 
     def __init__(self, url: str, place: ObjectStore, store_id: str, index: Index, options: StoreOptions | None) -> None:
         self._places = [place]
         try:
-            for earlier in _earlier_places(url, store_id, index, options)[1:]:
+            for earlier in earlier_places(url, store_id, index, options)[1:]:
                 self._places.append(open_backup(earlier, options=options))
-                if next(list_objects(self._places[-1], _index_prefix(store_id)), None) is None:
-                    raise _missing(earlier)
+                if next(list_objects(self._places[-1], index_prefix(store_id)), None) is None:
+                    raise missing_backup(earlier)
         except BaseException:
             self.close()
             raise

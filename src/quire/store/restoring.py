@@ -60,7 +60,8 @@ from quire.manifest.records import DbKind, MetaRecord, Residency
 from quire.manifest.store import ManifestStore
 from quire.objects.ownership import OwnerFile, claim_epoch, no_successor, write_file
 from quire.store import layout, object_location
-from quire.store.backup import Progress, copy_into, no_progress, open_backup, read_index
+from quire.store.backup import Progress, copy_into, no_progress
+from quire.store.backup_index import open_backup, read_index
 from quire.store.config_edit import Value, change_config
 from quire.store.opening import open_owner
 

@@ -106,7 +106,8 @@ from quire.objects.ownership import claim_epoch
 from quire.pages.leasefiles import LeaseFiles
 from quire.store import layout
 from quire.store.archiving import refuse_unapplied
-from quire.store.backup import Progress, no_progress, read_index
+from quire.store.backup import Progress, no_progress
+from quire.store.backup_index import read_index
 from quire.store.opening import open_owner
 from quire.store.restoring import (
     correct_block,
