@@ -135,7 +135,7 @@ def test_archiving_is_not_switched_on_with_credentials_that_may_only_read(
     config = (tmp_path / "shop" / "quire.toml").read_bytes()
     proxy.plan(FAULTS["denied"][0])
     assert run(["archive", "on", "--store", shop]) == 6
-    assert "the object store refused the credentials" in capsys.readouterr().err
+    assert "the object store rejected the credentials" in capsys.readouterr().err
     assert (tmp_path / "shop" / "quire.toml").read_bytes() == config, "archiving is still off"
     assert run(["archive", "on", "--store", shop]) == 0
 

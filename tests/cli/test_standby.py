@@ -112,7 +112,7 @@ def test_the_archive_of_a_closed_owner_names_the_directory_that_took_over(run: R
     run("restore-store", str(archived / "bucket"), str(archived / "next"), "--takeover", at=None)
     status = run("archive", "status", at=archived / "origin")
     assert status.code == 1
-    assert "state          another directory has taken this store over" in status.out
+    assert "state          another owner has taken the store over" in status.out
     assert run("archive", "status", "--json", at=archived / "origin").data["safe"] is False
     assert run("archive", "status", at=archived / "next").code == 0
 

@@ -200,7 +200,7 @@ def test_a_truncated_file_is_refused(store: Store, tmp_path: Path, cut: int) -> 
     file = make(tmp_path / "shop.db")
     os.truncate(file, file.stat().st_size - cut)
     for lock in (True, False):
-        with pytest.raises(Corruption, match="truncated: it is shorter than its header says"):
+        with pytest.raises(Corruption, match="truncated: it is shorter than its header states"):
             import_path(store, file, lock=lock)
     assert_no_database_is_left(store)
 
@@ -252,7 +252,7 @@ def test_a_locked_file_is_reported(store: Store, tmp_path: Path, monkeypatch: py
         (apsw.SQLITE_CANTOPEN, "--no-lock"),
         (apsw.SQLITE_BUSY_RECOVERY, "cannot be locked for reading now"),
         (apsw.SQLITE_NOTADB, "may be encrypted"),
-        (apsw.SQLITE_CORRUPT, "finds the database damaged"),
+        (apsw.SQLITE_CORRUPT, "reports that the database is damaged"),
         (apsw.SQLITE_IOERR_READ, "cannot read the database"),
     ],
 )
