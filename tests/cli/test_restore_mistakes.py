@@ -28,6 +28,13 @@ def test_the_directory_of_a_store_is_not_its_bucket(run: Run, archived: Archived
     assert (refused.code, "`object_store` in its quire.toml" in refused.err) == (3, True)
 
 
+@pytest.mark.parametrize("command", ["restore-store", "clone", "standby"])
+def test_a_path_where_no_directory_can_be_created_is_named(run: Run, archived: ArchivedStore, command: str) -> None:
+    """It was reported as a bug in quire."""
+    refused = run(command, str(archived.bucket), "/proc/new", at=None)
+    assert (refused.code, "no directory can be created at this path (path='/proc/new')" in refused.err) == (2, True)
+
+
 def test_a_promotion_is_refused_before_it_asks(run: Run, archived: ArchivedStore) -> None:
     for directory in (archived.root, archived.root / "nothing"):
         refused = run("promote", str(directory), at=None)

@@ -131,7 +131,7 @@ def clone(
             hit("clone.registered")
             # Now that we are registered: the parent may have trimmed the moment before it saw the registration (A12).
             require_in_window(bucket, point.store_id, point.position)
-            disk.make_dirs(root)
+            layout.make_directory(disk, root)
             replay, *_ = replay_state(bucket, point, disk, root, progress or no_progress)
             with replay:
                 correct_rows(replay, root, url)

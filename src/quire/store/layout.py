@@ -111,13 +111,11 @@ def not_empty(root: str) -> InvalidInput:
 
 
 def make_directory(disk: Disk, root: str) -> None:
-    """Create the directory of a new store: the first step of a creation."""
+    """Create the directory of a store: the first step of a creation, a restore, a clone and a standby."""
     try:
         disk.make_dirs(root)
     except (FileExistsError, FileNotFoundError) as error:
-        raise InvalidInput(
-            "the path of a store must be a directory", hint="pass the path of a directory", path=root
-        ) from error
+        raise InvalidInput("no directory can be created at this path", hint="pass another path", path=root) from error
 
 
 def objects_url(root: str, settings: StoreSettings) -> str:

@@ -137,7 +137,7 @@ def restore(
         index = read_index(bucket, point.store_id, point.position)
         if index is not None and takeover:
             raise InvalidInput("a restored backup is a separate store", hint="restore it without --takeover", url=url)
-        disk.make_dirs(root)
+        layout.make_directory(disk, root)
         with _beginning_again(bucket, point, is_newest=is_newest):
             replay, digest, count, size = replay_state(bucket, point, disk, root, progress)
         with replay:

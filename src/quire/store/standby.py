@@ -181,7 +181,7 @@ class Standby:
         return {str(lease.reader) for lease in self._leases.look()}
 
     def _take_lock(self) -> FileLock:
-        self._disk.make_dirs(self.path)
+        layout.make_directory(self._disk, self.path)
         try:
             return FileLock.acquire(os.path.join(self.path, names.LOCK), self._clock)
         except StoreLocked as error:  # the lock speaks of an owner, which this directory does not have
