@@ -459,3 +459,32 @@ def test_a_failed_shadow_is_retried(harness: StreamHarness) -> None:
     assert harness.stream.figures().manifest_shadow_divergence == 0
     work(harness)
     assert harness.stream.compare() == []
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+@pytest.mark.parametrize("is_killed_before", [True, False], ids=["killed, switched on", "switched on"])
+def test_an_upload_that_failed_while_the_log_was_off_is_in_the_log_afterwards(
+    tmp_path: Path, is_killed_before: bool, is_down: bool
+) -> None:
+    """Hazard: LMDB had the key of the upload, the log had no record of it. The next opening after a kill was refused: the log
+    was said to be behind, or the object store had to be available."""
+    harness = StreamHarness(tmp_path)
+    payloads = harness.fill(2)
+    harness.reopen("off")
+    harness.objects.down = True
+    harness.stream.tick()
+    if is_killed_before:
+        harness.crash("on")
+    else:
+        harness.stream.switch("on")
+    harness.objects.down = is_down
+    for _ in range(2):
+        harness.crash("on")
+        assert harness.stream.compare() == []
+    harness.objects.down = False
+    assert [record.payload for record in harness.stream.read()] == payloads
+    harness.clock.advance(100.0)
+    harness.stream.tick()
+    assert all(segment.is_remote for segment in harness.stream.ledger.view.sealed)
+    harness.check()
+    harness.close()

@@ -27,6 +27,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import drop_cached_pages
 from quire.durable.names import StreamSegmentFile, Tier
 from quire.durable.quarantine import move
+from quire.manifest.records import Residency
 from quire.stream.files import TRIM_BYTES_MIN, LogFiles, StreamClock, StreamFiles, trim
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_log import AbsentLog, Collect, ManifestLog
@@ -40,6 +41,8 @@ from quire.stream.mlog_records import (
     SealSegment,
     SegmentOpened,
     Tier2DeleteQueued,
+    UploadFailed,
+    UploadStarted,
 )
 from quire.stream.mlog_recovery import restore_log
 from quire.stream.mlog_states import Warm
@@ -231,6 +234,12 @@ def _from_projection(
     for segment_id in being_removed:
         if segment_id in facts:
             fold(index, Tier2DeleteQueued(rows[segment_id].suffix), segment_id, 0, now)
+    for segment_id, row in rows.items():
+        is_begun = bool(row.suffix) and row.residency is Residency.LOCAL and segment_id not in being_removed
+        if is_begun and segment_id in facts and facts[segment_id].warm_bytes is not None:
+            # An upload that did not end: it is continued under its key.
+            fold(index, UploadStarted(row.suffix), segment_id, 0, now)
+            fold(index, UploadFailed(row.suffix, 0), segment_id, 0, now)
     end = projection.next_record()
     for segment_id in files.segments(Tier.HOT):
         if segment_id <= projection.last_segment():

@@ -341,6 +341,12 @@ def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
     for segment in leaving:  # the log must have the object, under its key, before its deletion can be queued
         wanted[segment.segment_id] = replace(wanted[segment.segment_id], key=segment.key)
     records = catch_up(log.index, wanted)
+    for segment in view:
+        if segment.state.remote in (Remote.UPLOADING, Remote.FAILED) and not _has_upload(log.index, segment.segment_id):
+            # LMDB has the key of an upload from its beginning: a log without it would count as behind.
+            records.append((UploadStarted(segment.key), segment.segment_id))
+            if segment.state.remote is Remote.FAILED:
+                records.append((UploadFailed(segment.key, 0), segment.segment_id))
     for segment in leaving:
         records.append((Tier2DeleteQueued(segment.key), segment.segment_id))
         if segment.state.remote is Remote.DELETED:
@@ -353,6 +359,11 @@ def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
         log.append(value, segment_id, logical_offset=_logical_offset(value, view.get(segment_id)))
     log.commit()
     return len(records)
+
+
+def _has_upload(index: ManifestIndex, segment_id: int) -> bool:
+    info = index.get(segment_id)
+    return info is not None and info.state.remote is not Remote.NONE
 
 
 def _logical_offset(value: Payload, segment: StreamSegment | None) -> int:
