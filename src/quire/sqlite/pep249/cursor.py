@@ -422,9 +422,15 @@ class Cursor:
             raise OperationalError(f"Could not decode to UTF-8 column '{names}' with text '{text}'") from error
         if isinstance(error, apsw.Error | QuireError):
             raise translated(error) from error
-        if (wanted := as_sqlite3(error)) is error:
-            raise error
-        raise wanted from error
+        wanted = as_sqlite3(error)
+        try:
+            if wanted is error:
+                raise error
+            raise wanted from error
+        finally:
+            # The traceback has this frame: through its locals it would keep the caller's cursors, and what they read, until
+            # the next garbage collection.
+            del error, wanted
 
 
 def row_factory_of(connection: Connection) -> RowFactory | None:
