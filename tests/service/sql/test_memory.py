@@ -46,6 +46,9 @@ async def scan(store: quire.Store) -> tuple[int, int]:
     scanned = process.memory_info().rss - before
     while any(stream.has_pages for stream in streams):
         await asyncio.sleep(0.2)
-    idle = process.memory_info().rss - before
+    for _ in range(50):  # freed memory is returned after the last connection has released its pages
+        if (idle := process.memory_info().rss - before) <= STREAMS * IDLE_MIB * MIB:
+            break
+        await asyncio.sleep(0.1)
     await service.close()
     return scanned, idle

@@ -17,11 +17,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import ctypes
 import hmac
 import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.core.events import emit
@@ -130,6 +132,8 @@ class StreamRegistry:
         self._streams: dict[int, SqlStream] = {}
         self._of_database: dict[str, int] = {}
         self._closing: set[asyncio.Future[None]] = set()
+        self._has_freed = False
+        """Whether a connection has released pages since the last `sweep` returned memory."""
         self.refused = 0
         self.expired = 0
         self.rolled_back = 0
@@ -248,6 +252,9 @@ class StreamRegistry:
                 await self._sweep_stream(stream, now - stream.used_at)
             except Exception as error:  # of this stream: the transactions of the next ones are still rolled back
                 emit("error", "service.bug", action="sql.sweep", error=error)
+        if self._has_freed:
+            self._has_freed = False
+            await asyncio.to_thread(_return_freed_memory)
 
     async def _sweep_stream(self, stream: SqlStream, idle_seconds: float) -> None:
         limits = self.limits
@@ -261,6 +268,7 @@ class StreamRegistry:
             async with stream.lock:
                 stream.has_pages = False
                 await self._release(stream)
+                self._has_freed = True
 
     async def _end_transaction(self, stream: SqlStream) -> None:
         """Roll back a transaction whose client does nothing. Over HTTP the stream ends with it."""
@@ -281,3 +289,9 @@ class StreamRegistry:
                 await self.close(stream)
         if self._closing:
             await asyncio.wait(self._closing)
+
+
+def _return_freed_memory() -> None:
+    """Return memory that SQLite has freed to the system: glibc keeps it as long as anything after it in the heap is used."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
