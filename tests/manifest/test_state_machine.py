@@ -23,6 +23,7 @@ from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import ForkDb
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
+from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, assert_replays, difference, dump
 from tests.manifest.batches import BatchMaker, hold_feed, outcome
 
@@ -37,7 +38,9 @@ class ManifestMachine(RuleBasedStateMachine):
         super().__init__()
         self.directory = tempfile.mkdtemp()
         self.path = os.path.join(self.directory, "manifest.lmdb")
-        self.manifest = ManifestStore.open(self.path)
+        # Time stands still: what is due must not depend on how fast a history is repeated.
+        self.clock = ManualClock()
+        self.manifest = ManifestStore.open(self.path, clock=self.clock)
         hold_feed(self.manifest)
         self.names: dict[str, int] = {}
         self.former_names: dict[int, str] = {}
@@ -150,7 +153,7 @@ class ManifestMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         before = dump(self.manifest)
         self.manifest.close()
-        self.manifest = ManifestStore.open(self.path)
+        self.manifest = ManifestStore.open(self.path, clock=self.clock)
         assert not difference(before, dump(self.manifest)), "closing and opening changed rows"
 
     # ── invariants ────────────────────────────────────────────────────────────────────────────────────────────────────
